@@ -1,0 +1,260 @@
+"""The communicators: mpi4py's, with device arrays wherever mpi4py takes a buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mpi4py import MPI
+
+from gdcomm import devices
+from gdcomm.api.collectives import Collectives, Scans
+from gdcomm.api.neighbors import Neighbors
+from gdcomm.api.nonblocking import NonblockingCollectives, NonblockingScans
+from gdcomm.api.p2p import PointToPoint
+from gdcomm.api.persistent import PersistentCollectives, PersistentScans
+from gdcomm.capabilities import local_capabilities
+from gdcomm.errors import BufferSpecError
+from gdcomm.messages import Matching
+from gdcomm.operations import OPERATIONS
+from gdcomm.paths import Paths, agree, choose, path_from_environment
+from gdcomm.transports.base import split_spec
+
+__all__ = [
+    "CartCommunicator",
+    "Communicator",
+    "DistGraphCommunicator",
+    "GraphCommunicator",
+    "InterCommunicator",
+    "wrap",
+]
+
+if TYPE_CHECKING:
+    _Comm = MPI.Comm
+else:  # a mixin: the communicator class brings the MPI base
+    _Comm = object
+
+_C = TypeVar("_C", bound=MPI.Comm)
+
+
+class _Derives(_Comm):
+    """Communicators made from one of ours are ours, and inherit what was agreed: their ranks were there."""
+
+    _paths: Paths = Paths()
+
+    @property
+    def path(self) -> str:
+        """The path asked for: "auto", "direct", "mpi", "staged" or "host"."""
+        return self._paths.path
+
+    def explain(self, operation: str, buf: Any = None) -> str:
+        """Say which way `operation` takes `buf`, and why.
+
+        Args:
+            operation: a method name such as "Allreduce".
+            buf: the buffer argument; None asks for a device array.
+
+        Raises:
+            ValueError: no such operation.
+        """
+        if operation not in OPERATIONS:
+            raise ValueError(
+                f"operation: {operation!r} is unknown; give a method name, one of {', '.join(OPERATIONS)}"
+            )
+        found = OPERATIONS[operation]
+        array, _ = split_spec(buf)
+        buffer = None if buf is None else devices.find(array)
+        if buf is not None and buffer is None:
+            return f"{operation}: host (host memory goes to MPI as it is)"
+        kind = "device array" if buffer is None else f"{buffer.device.kind} array of {buffer.nbytes} bytes"
+        transport, reason = choose(self._paths.path, found.group, found.form, operation, self._paths.can)
+        if transport == "mpi" and buffer is not None and not buffer.contiguous:
+            transport, reason = "staged", "a strided array is packed on the device and staged"
+        return f"{operation}: {kind} by {transport} ({reason})"
+
+    def __enter__(self: _C) -> _C:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an error other ranks may not arrive at a collective Free: leave it to them.
+        if kind is None and self not in (MPI.COMM_NULL, MPI.COMM_WORLD, MPI.COMM_SELF):
+            self.Free()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self in (MPI.COMM_WORLD, MPI.COMM_SELF):
+            base = MPI.COMM_WORLD if self == MPI.COMM_WORLD else MPI.COMM_SELF
+            return _unpickle, (base, self._paths)
+        return super().__reduce__()  # type: ignore[return-value]
+
+    def _wrap(self, comm: Any) -> Any:
+        return wrap(comm, self._paths)
+
+    def Dup(self, info: MPI.Info | None = None) -> Any:
+        """Duplicate; collective."""
+        return self._wrap(super().Dup(info))
+
+    def Clone(self) -> Any:
+        """Clone; collective."""
+        return self._wrap(super().Clone())
+
+    def Dup_with_info(self, info: MPI.Info) -> Any:
+        """Duplicate with other hints; collective."""
+        return self._wrap(super().Dup_with_info(info))
+
+    def Idup(self, info: MPI.Info | None = None) -> Any:
+        """Nonblocking duplicate: the communicator and a request."""
+        comm, request = super().Idup(info)
+        return self._wrap(comm), request
+
+    def Idup_with_info(self, info: MPI.Info) -> Any:
+        """Nonblocking duplicate with other hints."""
+        comm, request = super().Idup_with_info(info)
+        return self._wrap(comm), request
+
+    def Create(self, group: MPI.Group) -> Any:
+        """Communicator of a group; collective over this one."""
+        return self._wrap(super().Create(group))
+
+    def Split(self, color: int = 0, key: int = 0) -> Any:
+        """One communicator per colour; collective."""
+        return self._wrap(super().Split(color, key))
+
+    def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> Any:
+        """One communicator per node (MPI.COMM_TYPE_SHARED) or other resource; collective."""
+        return self._wrap(super().Split_type(split_type, key, info))
+
+    def Shrink(self) -> Any:
+        """Communicator of the ranks that live (where MPI can tell)."""
+        return self._wrap(super().Shrink())
+
+
+class Communicator(
+    _Derives,
+    Matching,
+    PointToPoint,
+    Collectives,
+    NonblockingCollectives,
+    PersistentCollectives,
+    Scans,
+    NonblockingScans,
+    PersistentScans,
+    MPI.Intracomm,
+):
+    """An `MPI.Intracomm` whose methods take device arrays too.
+
+    The handle is shared with `comm`, not duplicated: message matching is MPI's own, and
+    freeing one frees the other. Construction is collective over `comm`: the ranks agree on what
+    their MPI can do with device memory. Communicators derived from this one (Dup, Split,
+    Create_cart, ...) inherit the agreement and are of this class, or its topology variants.
+
+    Args:
+        comm: an intracommunicator; None means MPI.COMM_WORLD.
+        path: how device buffers travel. "auto": handed to MPI where that is known to be right,
+            else staged. "staged": always through pinned memory. "direct" or "mpi": handed to MPI or
+            NoPathError. "host": host arrays only. GDCOMM_TRANSPORT in the environment goes first.
+
+    Raises:
+        ValueError: unknown path.
+        TypeError: `comm` is not an intracommunicator.
+    """
+
+    def __new__(cls, comm: MPI.Intracomm | None = None, *, path: str = "auto") -> Any:
+        # mpi4py itself calls this without arguments and then sets the handle (Dup, Clone).
+        # Named, not super(): CPython wants the first C base here, also in the topology classes.
+        return MPI.Intracomm.__new__(cls, MPI.COMM_WORLD if comm is None else comm)
+
+    def __init__(self, comm: MPI.Intracomm | None = None, *, path: str = "auto") -> None:
+        asked = path_from_environment(path)
+        if self == MPI.COMM_NULL:
+            return
+        mine = (asked, local_capabilities())
+        everyone = MPI.Intracomm.allgather(self, mine)
+        paths = {p for p, _ in everyone}
+        if len(paths) > 1:
+            raise ValueError(f"path: ranks ask for different paths ({', '.join(sorted(paths))}); give one on all")
+        self._paths = Paths(asked, agree(can for _, can in everyone))
+
+    def Create_group(self, group: MPI.Group, tag: int = 0) -> Any:
+        """Communicator of a group; collective over the group only."""
+        return self._wrap(super().Create_group(group, tag))
+
+    def Create_cart(
+        self, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
+    ) -> Any:
+        """Communicator with a grid; collective."""
+        return self._wrap(super().Create_cart(dims, periods, reorder))
+
+    def Create_graph(self, index: Sequence[int], edges: Sequence[int], reorder: bool = False) -> Any:
+        """Communicator with a graph that every rank knows; collective."""
+        return self._wrap(super().Create_graph(index, edges, reorder))
+
+    def Create_dist_graph_adjacent(self, *args: Any, **kwargs: Any) -> Any:
+        """Communicator with a graph of which each rank gives its own edges; collective. As mpi4py's."""
+        return self._wrap(super().Create_dist_graph_adjacent(*args, **kwargs))
+
+    def Create_dist_graph(self, *args: Any, **kwargs: Any) -> Any:
+        """Communicator with a graph of which any rank gives any edges; collective. As mpi4py's."""
+        return self._wrap(super().Create_dist_graph(*args, **kwargs))
+
+    def Create_intercomm(
+        self, local_leader: int, peer_comm: MPI.Intracomm, remote_leader: int, tag: int = 0
+    ) -> Any:
+        """Communicator between this group and another; collective over both."""
+        return self._wrap(super().Create_intercomm(local_leader, peer_comm, remote_leader, tag))
+
+
+class CartCommunicator(Neighbors, Communicator, MPI.Cartcomm):
+    """A communicator with a grid."""
+
+    def Sub(self, remain_dims: Sequence[bool]) -> Any:
+        """Grids of fewer dimensions; collective."""
+        return self._wrap(super().Sub(remain_dims))
+
+
+class GraphCommunicator(Neighbors, Communicator, MPI.Graphcomm):
+    """A communicator with a graph."""
+
+
+class DistGraphCommunicator(Neighbors, Communicator, MPI.Distgraphcomm):
+    """A communicator with a distributed graph."""
+
+
+class InterCommunicator(
+    _Derives, Matching, PointToPoint, Collectives, NonblockingCollectives, PersistentCollectives, MPI.Intercomm
+):
+    """A communicator between two groups."""
+
+    def Merge(self, high: bool = False) -> Any:
+        """Communicator of both groups; collective."""
+        return self._wrap(super().Merge(high))
+
+
+_CLASSES: tuple[tuple[type[MPI.Comm], type[MPI.Comm]], ...] = (
+    (MPI.Cartcomm, CartCommunicator),
+    (MPI.Graphcomm, GraphCommunicator),
+    (MPI.Distgraphcomm, DistGraphCommunicator),
+    (MPI.Intercomm, InterCommunicator),
+    (MPI.Intracomm, Communicator),
+)
+
+
+def wrap(comm: Any, paths: Paths) -> Any:
+    """Give `comm` the gdcomm class that suits it, with `paths`; not collective. COMM_NULL stays itself."""
+    if comm == MPI.COMM_NULL:
+        return comm
+    if not isinstance(comm, _Derives):
+        for base, ours in _CLASSES:
+            if isinstance(comm, base):
+                comm = ours.__new__(ours, comm)
+                break
+        else:
+            raise BufferSpecError(f"comm: {type(comm).__name__} is no communicator")
+    comm._paths = paths
+    return comm
+
+
+def _unpickle(comm: MPI.Intracomm, paths: Paths) -> Any:
+    return wrap(comm, paths)

@@ -1,0 +1,122 @@
+"""The device interface: the only door to GPU memory.
+
+A `Device` recognises arrays that live in its memory, and copies between them and
+page-locked host memory *in stream order*. Two implementations exist: `cuda` (CuPy)
+and `emulated` (NumPy memory with adversarial streams, for machines without a GPU).
+
+A *stream* is an opaque handle of the device (an integer for CUDA). All copies are
+asynchronous: they are queued on a stream and may run at any later time; only
+`Event.synchronize`, `Event.query() is True` and `Device.synchronize` tell that they ran.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+__all__ = ["Buffer", "Device", "Event"]
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def query(self) -> bool:
+        """Tell whether all work before the point is done, without waiting."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block the calling thread until all work before the point is done."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Immutable description of one device array; it never copies.
+
+    Args:
+        ptr: address of the first element (of the lowest one if strides are negative: not so;
+            it is the element at index 0, as in the CUDA Array Interface).
+        nbytes: bytes of the logical content (`size * itemsize`).
+        dtype: NumPy dtype (ml_dtypes for bfloat16).
+        shape: extent of each axis.
+        strides: byte step of each axis, or None when C-contiguous (steps of axes of
+            length 1 do not count).
+        readonly: whether the owner forbids writing.
+        device: the Device that the memory belongs to.
+        stream: the stream that transfers of this buffer are ordered on.
+        owner: the user's object; holding the Buffer keeps the memory alive.
+    """
+
+    ptr: int
+    nbytes: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    readonly: bool
+    device: Device = field(repr=False)
+    stream: Any
+    owner: Any = field(repr=False)
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements lie in C order without gaps."""
+        return self.strides is None
+
+
+class Device(ABC):
+    """One kind of device in this process. Methods never block unless they say so."""
+
+    kind: str = ""
+
+    @abstractmethod
+    def find(self, obj: Any, stream: Any = None) -> Buffer | None:
+        """Describe `obj` if its memory is this device's, else return None.
+
+        Memory is classified by its address, not by the presence of
+        `__cuda_array_interface__`: an array whose interface points to host memory
+        is not ours. `stream` (anything with `__cuda_stream__`, `.ptr` or `.cuda_stream`, or
+        a raw handle) is the stream to order on; None means the current stream of the
+        array's own library.
+        """
+
+    @abstractmethod
+    def owns(self, address: int) -> bool:
+        """Tell whether `address` is memory of this device."""
+
+    @abstractmethod
+    def to_host(self, dst: np.ndarray, src: Buffer, offset: int = 0) -> None:
+        """Queue on `src.stream`: bytes [offset, offset + dst.nbytes) of the content to `dst`.
+
+        Content is the array in logical C order: a strided source is packed on the
+        device first. `dst` is uint8, contiguous, page-locked.
+        """
+
+    @abstractmethod
+    def to_device(self, dst: Buffer, src: np.ndarray, offset: int = 0) -> None:
+        """Queue on `dst.stream`: `src` (uint8, page-locked) to content bytes from `offset` on.
+
+        Bytes outside [offset, offset + src.nbytes) are not touched, also in strided arrays.
+        """
+
+    @abstractmethod
+    def pack(self, src: Buffer) -> Buffer:
+        """Queue a packed C-contiguous device copy on `src.stream`; return it (new memory)."""
+
+    @abstractmethod
+    def unpack(self, dst: Buffer, packed: Buffer) -> None:
+        """Queue on `dst.stream` the copy of C-contiguous `packed` into strided `dst`."""
+
+    @abstractmethod
+    def record(self, stream: Any) -> Event:
+        """Return an event at the present end of `stream`."""
+
+    @abstractmethod
+    def synchronize(self, stream: Any) -> None:
+        """Block until all work queued on `stream` is done. Never the whole device."""
+
+    @abstractmethod
+    def pinned(self, nbytes: int) -> np.ndarray:
+        """Allocate page-locked host memory as a uint8 array (uninitialised; blocks)."""

@@ -1,0 +1,224 @@
+"""One operation from the user's arguments to MPI and back: describe, choose, call, finish.
+
+The only place that asks whether a buffer is on a device. Everything raised here is raised
+before MPI is called, so other ranks see an erring rank as one that has not yet called.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from mpi4py import MPI
+from numpy import ndarray
+
+from gdcomm import devices
+from gdcomm.devices.base import Buffer, Event
+from gdcomm.errors import BufferSpecError
+from gdcomm.memory.pinned import PinnedPool
+from gdcomm.operations import BLOCKING, PERSISTENT, Operation
+from gdcomm.paths import choose
+from gdcomm.reductions import substitute
+from gdcomm.requests import Pending, Prequest, start_request
+from gdcomm.transports.base import Side, split_spec
+from gdcomm.transports.host import host_side
+from gdcomm.transports.mpi import DirectSide
+from gdcomm.transports.staged import StagedSide
+
+if TYPE_CHECKING:
+    from gdcomm.paths import Paths
+
+__all__ = ["execute", "number", "plain"]
+
+_HOST_TYPES = (np.ndarray, bytes, bytearray, memoryview, type(None), type(MPI.IN_PLACE), type(MPI.BOTTOM))
+_pools: dict[int, PinnedPool] = {}
+
+
+def plain(obj: Any) -> bool:
+    """Whether mpi4py moves `obj` as it is: a NumPy array in C order of a dtype that MPI knows."""
+    # Type numbers below 17 are bool, the integers, float32 to longdouble and their complex pairs.
+    return type(obj) is ndarray and obj.dtype.num < 17 and (obj.ndim < 2 or obj.flags.c_contiguous)
+
+
+def number(obj: Any) -> bool:
+    """Whether MPI reduces `obj` as it is: `plain`, and not bool (type number 0)."""
+    return type(obj) is ndarray and 0 < obj.dtype.num < 17 and (obj.ndim < 2 or obj.flags.c_contiguous)
+
+
+def pool_of(device: devices.Device) -> PinnedPool:
+    """The pinned pool that stages for `device`, made on first use."""
+    pool = _pools.get(id(device))
+    if pool is None:
+        pool = _pools.setdefault(id(device), PinnedPool(device))
+    return pool
+
+
+@dataclass(slots=True)
+class Plan:
+    """An operation ready to be called: MPI's arguments and the sides behind them."""
+
+    operation: Operation
+    arguments: list[Any]
+    sides: list[Side] = field(default_factory=list)
+    writers: list[Side] = field(default_factory=list)  # sides that MPI writes
+    counted: bool = False  # only as many bytes as MPI received were written
+    keep: Any = None
+
+    def begin(self) -> None:
+        for side in self.sides:
+            side.begin()
+        for side in self.sides:
+            side.ready()
+
+    def end(self, nbytes: int | None) -> list[Event]:
+        received = nbytes if self.counted else None
+        events = [side.end(received) for side in self.writers]
+        return [event for event in events if event is not None]
+
+    def close(self) -> None:
+        for side in self.sides:
+            side.close()
+
+
+def execute(comm: Any, paths: Paths, operation: Operation, arguments: tuple[Any, ...], stream: Any) -> Any:
+    """Run an operation whose buffers may be of any kind.
+
+    Args:
+        comm: the communicator (or the matched message) whose method it is.
+        paths: its agreed capabilities and the path asked for.
+        operation: what to do.
+        arguments: the method's arguments, all of them, in order.
+        stream: the user's stream or None.
+
+    Returns:
+        What mpi4py's method returns: None, a Request or a Prequest.
+    """
+    plan = _plan(comm, paths, operation, list(arguments), stream)
+    if not plan.sides:
+        return operation.call(comm, *plan.arguments)
+    try:
+        if operation.form == PERSISTENT:
+            inner = operation.call(comm, *plan.arguments)
+            return Prequest._make(inner, plan.begin, plan.end, plan.close)
+        plan.begin()
+        if operation.form == BLOCKING:
+            status = _status(plan)
+            operation.call(comm, *plan.arguments)
+            plan.end(None if status is None else status.Get_count(MPI.BYTE))
+            plan.close()
+            return None
+        inner = operation.call(comm, *plan.arguments)
+    except BaseException:
+        plan.close()
+        raise
+    return start_request(Pending(inner, plan.end, plan.close, plan.keep))
+
+
+def _status(plan: Plan) -> MPI.Status | None:
+    """The status that tells how much was received; ours if the user gave none."""
+    position = plan.operation.status
+    if position < 0:
+        return None
+    if plan.arguments[position] is None:
+        plan.arguments[position] = MPI.Status()
+    status: MPI.Status = plan.arguments[position]
+    return status
+
+
+def _plan(comm: Any, paths: Paths, operation: Operation, arguments: list[Any], stream: Any) -> Plan:
+    plan = Plan(operation, arguments)
+    in_place = any(
+        position >= 0 and _is_in_place(arguments[position]) for position in (operation.send, operation.recv)
+    )
+    buffers: list[Buffer] = []
+    dtypes: list[np.dtype[Any]] = []
+    for position in (operation.send, operation.recv, operation.both):
+        if position >= 0 and not _insignificant(comm, operation, position, arguments):
+            _add_side(plan, paths, position, in_place, stream, buffers, dtypes, comm)
+    if operation.op >= 0:
+        _replace_op(plan, dtypes)
+    plan.counted = operation.group == "p2p" and (operation.recv >= 0)
+    plan.keep = (tuple(arguments), buffers)
+    return plan
+
+
+def _insignificant(comm: Any, operation: Operation, position: int, arguments: list[Any]) -> bool:
+    """Drop a device buffer that only the root would use: mpi4py must not look at it."""
+    side = {"send": operation.send, "recv": operation.recv}.get(operation.root_side, -1)
+    if position != side or comm.Get_rank() == arguments[operation.root] or comm.Is_inter():
+        return False
+    array, _ = split_spec(arguments[position])
+    if array is not None and not isinstance(array, _HOST_TYPES):
+        arguments[position] = None
+    return True
+
+
+def _add_side(
+    plan: Plan,
+    paths: Paths,
+    position: int,
+    in_place: bool,
+    stream: Any,
+    buffers: list[Buffer],
+    dtypes: list[np.dtype[Any]],
+    comm: Any,
+) -> None:
+    operation = plan.operation
+    spec = plan.arguments[position]
+    array, rest = split_spec(spec)
+    writes = position in (operation.recv, operation.both)
+    reads = position in (operation.send, operation.both) or in_place
+    buffer = None if isinstance(array, _HOST_TYPES) else devices.find(array, stream)
+    dtype = _dtype_of(array) if buffer is None else buffer.dtype
+    if dtype is not None:
+        dtypes.append(dtype)
+    side: Side | None
+    if buffer is None:
+        side = host_side(spec, reads or operation.partial, writes)
+    else:
+        buffers.append(buffer)
+        _check(operation, position, buffer, writes)
+        transport, _ = choose(paths.path, operation.group, operation.form, operation.name, paths.can)
+        if operation.name.startswith(("Bcast", "Ibcast")) and comm.Get_rank() != plan.arguments[operation.root]:
+            reads = False
+        # With explicit counts MPI may leave gaps: the mirror must hold what is there already.
+        whole = not rest and not operation.partial
+        if transport == "mpi" and buffer.contiguous:
+            side = DirectSide(buffer, rest, reads, writes)
+        else:
+            keeps = reads or (writes and not whole and not (operation.group == "p2p" and not rest))
+            side = StagedSide(pool_of(buffer.device), buffer, rest, keeps, writes)
+            if rest and operation.group == "p2p" and writes:
+                plan.counted = False
+    if side is not None:
+        plan.sides.append(side)
+        if writes:
+            plan.writers.append(side)
+        plan.arguments[position] = side.spec
+
+
+def _check(operation: Operation, position: int, buffer: Buffer, writes: bool) -> None:
+    if writes and buffer.readonly:
+        name = "buf" if position == operation.both else "recvbuf"
+        raise BufferSpecError(
+            f"{operation.name}: {name} is a read-only device array ({type(buffer.owner).__name__}); "
+            "give a writable one, for example a copy"
+        )
+
+
+def _is_in_place(spec: Any) -> bool:
+    return isinstance(spec, type(MPI.IN_PLACE)) and spec is MPI.IN_PLACE
+
+
+def _replace_op(plan: Plan, dtypes: list[np.dtype[Any]]) -> None:
+    """Put in the operator that reduces the dtype at hand, where MPI's own does not."""
+    if dtypes:
+        replacement = substitute(dtypes[-1], plan.arguments[plan.operation.op])
+        if replacement is not None:
+            plan.arguments[plan.operation.op] = replacement
+
+
+def _dtype_of(array: Any) -> np.dtype[Any] | None:
+    dtype = getattr(array, "dtype", None)
+    return dtype if isinstance(dtype, np.dtype) else None

@@ -1,0 +1,64 @@
+"""Matched probes: the message handle receives into device arrays too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mpi4py import MPI
+
+from gdcomm.execution import execute, plain
+from gdcomm.operations import BLOCKING, REQUEST, Operation
+from gdcomm.paths import Paths
+
+if TYPE_CHECKING:
+    _Comm = MPI.Comm
+else:  # a mixin: the communicator class brings the MPI base
+    _Comm = object
+
+__all__ = ["Matching", "Message"]
+
+_RECV = Operation("Message.Recv", MPI.Message.Recv, "p2p", BLOCKING, recv=0, status=1, partial=True)
+_IRECV = Operation("Message.Irecv", MPI.Message.Irecv, "p2p", REQUEST, recv=0, partial=True)
+
+
+class Message(MPI.Message):
+    """A message that Mprobe or Improbe took out of the queue."""
+
+    _paths: Paths = Paths()
+
+    def Recv(self, buf: Any, status: MPI.Status | None = None, *, stream: Any = None) -> None:
+        """Receive the message."""
+        if plain(buf):
+            super().Recv(buf, status)
+        else:
+            execute(self, self._paths, _RECV, (buf, status), stream)
+
+    def Irecv(self, buf: Any, *, stream: Any = None) -> MPI.Request:
+        """Nonblocking Recv."""
+        if plain(buf):
+            return super().Irecv(buf)
+        return execute(self, self._paths, _IRECV, (buf,), stream)  # type: ignore[no-any-return]
+
+
+class Matching(_Comm):
+    """Matched probes of a communicator."""
+
+    _paths: Paths
+
+    def _message(self, found: MPI.Message) -> Message:
+        message = Message(found)
+        message._paths = self._paths
+        return message
+
+    def Mprobe(
+        self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
+    ) -> Message:
+        """Wait for a message and take it out of the queue."""
+        return self._message(super().Mprobe(source, tag, status))
+
+    def Improbe(
+        self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
+    ) -> Message | None:
+        """Take a message out of the queue if there is one."""
+        found = super().Improbe(source, tag, status)
+        return None if found is None else self._message(found)

@@ -1,0 +1,93 @@
+"""What each MPI operation is: which arguments are buffers, and what is written when.
+
+One table serves the blocking, the nonblocking (I...) and the persistent (..._init)
+form, and every transport. Nothing here looks at an array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mpi4py import MPI
+
+__all__ = ["OPERATIONS", "Operation"]
+
+BLOCKING, REQUEST, PERSISTENT = "blocking", "request", "persistent"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of the MPI API.
+
+    Args:
+        name: method name.
+        call: the mpi4py method that does it on host memory, unbound.
+        group: capability class: "p2p", "move" (collectives that only move bytes) or "reduce".
+        form: "blocking", "request" or "persistent".
+        send, recv, both: positions of the buffers that are read, written, or both (-1: none).
+        op: position of the reduction operator (-1: none).
+        root: position of the root rank (-1: none); `root_side` is the buffer that only the root has.
+        partial: the receive buffer may be written in part only, even as a plain array.
+        status: position of the status argument (-1: none).
+    """
+
+    name: str
+    call: Callable[..., Any]
+    group: str
+    form: str
+    send: int = -1
+    recv: int = -1
+    both: int = -1
+    op: int = -1
+    root: int = -1
+    root_side: str = ""
+    partial: bool = False
+    status: int = -1
+
+
+OPERATIONS: dict[str, Operation] = {}
+
+
+def _add(owner: type, name: str, group: str, form: str, **fields: Any) -> None:
+    call = getattr(owner, name, None)
+    if call is not None:  # an mpi4py without this method: then neither have we
+        OPERATIONS[name] = Operation(name, call, group, form, **fields)
+
+
+def _family(name: str, group: str, owner: type = MPI.Comm, **fields: Any) -> None:
+    _add(owner, name, group, BLOCKING, **fields)
+    _add(owner, "I" + name[0].lower() + name[1:], group, REQUEST, **fields)
+    _add(owner, name + "_init", group, PERSISTENT, **fields)
+
+
+for _mode in ("", "b", "s", "r"):
+    _add(MPI.Comm, (_mode + "send").capitalize(), "p2p", BLOCKING, send=0)
+    _add(MPI.Comm, "I" + _mode + "send", "p2p", REQUEST, send=0)
+    _add(MPI.Comm, (_mode + "send_init").capitalize(), "p2p", PERSISTENT, send=0)
+_add(MPI.Comm, "Recv", "p2p", BLOCKING, recv=0, status=3, partial=True)
+_add(MPI.Comm, "Irecv", "p2p", REQUEST, recv=0, partial=True)
+_add(MPI.Comm, "Recv_init", "p2p", PERSISTENT, recv=0, partial=True)
+_add(MPI.Comm, "Sendrecv", "p2p", BLOCKING, send=0, recv=3, status=6, partial=True)
+_add(MPI.Comm, "Isendrecv", "p2p", REQUEST, send=0, recv=3, partial=True)
+_add(MPI.Comm, "Sendrecv_replace", "p2p", BLOCKING, both=0, status=5)
+_add(MPI.Comm, "Isendrecv_replace", "p2p", REQUEST, both=0)
+
+_family("Bcast", "move", both=0, root=1)
+_family("Gather", "move", send=0, recv=1, root=2, root_side="recv")
+_family("Gatherv", "move", send=0, recv=1, root=2, root_side="recv")
+_family("Scatter", "move", send=0, recv=1, root=2, root_side="send")
+_family("Scatterv", "move", send=0, recv=1, root=2, root_side="send")
+for _name in ("Allgather", "Allgatherv", "Alltoall", "Alltoallv", "Alltoallw"):
+    _family(_name, "move", send=0, recv=1)
+for _name in ("Neighbor_allgather", "Neighbor_allgatherv", "Neighbor_alltoall", "Neighbor_alltoallv",
+              "Neighbor_alltoallw"):  # fmt: skip
+    # Blocks of absent neighbours (the rim of a grid) stay as they were.
+    _family(_name, "move", MPI.Topocomm, send=0, recv=1, partial=True)
+_family("Reduce", "reduce", send=0, recv=1, op=2, root=3, root_side="recv")
+_family("Allreduce", "reduce", send=0, recv=1, op=2)
+_family("Reduce_scatter_block", "reduce", send=0, recv=1, op=2)
+_family("Reduce_scatter", "reduce", send=0, recv=1, op=3)
+_family("Scan", "reduce", MPI.Intracomm, send=0, recv=1, op=2)
+_family("Exscan", "reduce", MPI.Intracomm, send=0, recv=1, op=2, partial=True)  # rank 0: untouched

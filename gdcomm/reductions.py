@@ -1,0 +1,90 @@
+"""Reductions that MPI has no operator for: half precision, bfloat16 and logical sums of bool.
+
+The one table of ops x dtypes. `substitute` says with which MPI datatype and operator
+a NumPy dtype is reduced on the host; everything else goes to MPI as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+__all__ = ["is_half", "substitute", "wire_dtype"]
+
+_UFUNCS: dict[str, np.ufunc] = {
+    "SUM": np.add,
+    "PROD": np.multiply,
+    "MAX": np.maximum,
+    "MIN": np.minimum,
+    "LAND": np.logical_and,
+    "LOR": np.logical_or,
+    "LXOR": np.logical_xor,
+}
+# On truth values a sum is "any", a product "all"; a bitwise operation is the logical one.
+_BOOL = {
+    "SUM": MPI.LOR,
+    "MAX": MPI.LOR,
+    "BOR": MPI.LOR,
+    "PROD": MPI.LAND,
+    "MIN": MPI.LAND,
+    "BAND": MPI.LAND,
+    "BXOR": MPI.LXOR,
+}
+_made: dict[tuple[str, str], MPI.Op] = {}
+
+
+def is_half(dtype: np.dtype[Any]) -> bool:
+    """Tell whether `dtype` is float16 or bfloat16."""
+    return dtype.itemsize == 2 and (dtype.char == "e" or dtype.name == "bfloat16")
+
+
+def wire_dtype(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
+    """The dtype under which MPI can move elements of `dtype`; None when it knows `dtype` itself."""
+    if is_half(dtype):
+        return np.dtype(np.uint16)
+    if not dtype.isnative or dtype.hasobject:
+        return None  # mpi4py refuses it with its own words
+    if dtype.kind in "biufc" and dtype.num < 17:
+        return None
+    if dtype.kind in "mM":
+        return np.dtype(np.int64)
+    return np.dtype(np.uint8)  # structured, void, text, 8-bit floats: bytes
+
+
+def substitute(dtype: np.dtype[Any], op: MPI.Op) -> MPI.Op | None:
+    """The operator that reduces elements of `dtype` moved as `wire_dtype`; None if MPI's own does."""
+    name = _name_of(op)
+    if dtype.kind == "b":
+        return _BOOL.get(name)
+    if not is_half(dtype) or name not in _UFUNCS:
+        return None
+    key = (dtype.name, name)
+    if key not in _made:
+        _made[key] = MPI.Op.Create(_elementwise(_UFUNCS[name], dtype), commute=True)
+    return _made[key]
+
+
+_PREDEFINED = {
+    name: getattr(MPI, name)
+    for name in ("SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR")
+}
+
+
+def _name_of(op: MPI.Op) -> str:
+    for name, known in _PREDEFINED.items():
+        if op == known:
+            return name
+    return ""
+
+
+def _elementwise(ufunc: np.ufunc, dtype: np.dtype[Any]) -> Callable[[Any, Any, Any], None]:
+    def reduce(invec: MPI.buffer, inoutvec: MPI.buffer, _datatype: MPI.Datatype) -> None:
+        left = np.frombuffer(invec, dtype)
+        right = np.frombuffer(inoutvec, dtype)
+        # float32 holds every product and sum of two halves before the one rounding.
+        right[...] = ufunc(left.astype(np.float32), right.astype(np.float32)).astype(dtype)
+
+    return reduce

@@ -1,0 +1,332 @@
+"""Requests of operations that have work to do after MPI is done: copy to the device, give memory back.
+
+Such a request is an MPI *generalized request*: a real handle, so code that calls mpi4py's own
+`MPI.Request.Waitall` on it works. It completes when the data is in place. Whoever waits
+drives it; besides, a thread does where MPI was initialised with MPI_THREAD_MULTIPLE (mpi4py's
+default). With less than that, complete such requests through their own Wait/Test or through
+`gdcomm.Request.Waitall` and its relatives.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpi4py import MPI
+
+from gdcomm.devices.base import Event
+
+__all__ = ["Pending", "Prequest", "Request"]
+
+End = Callable[[int | None], list[Event]]
+
+
+class Pending:
+    """One started operation: an MPI request, then device events, then done.
+
+    Args:
+        inner: the MPI request that moves host (or MPI-visible) memory.
+        end: called once with the received byte count when `inner` is done; returns the
+            events of the copies that it queued.
+        close: called once at the very end.
+        keep: objects that must live until then.
+    """
+
+    def __init__(self, inner: MPI.Request, end: End, close: Callable[[], None], keep: Any) -> None:
+        self.inner = inner
+        self._end, self._close, self._keep = end, close, keep
+        self._events: list[Event] | None = None
+        self._lock = threading.Lock()
+        self._status = MPI.Status()
+        self.cancelled = False
+        self.error: BaseException | None = None
+        self.done = False
+        self.grequest = MPI.Grequest.Start(self._query, None, self._cancel)
+
+    def poll(self) -> bool:
+        """Advance without waiting; True when the operation is complete."""
+        if self.done or not self._lock.acquire(blocking=False):
+            return self.done
+        try:
+            if not self.done:
+                self._advance()
+        finally:
+            self._lock.release()
+        return self.done
+
+    def _advance(self) -> None:
+        try:
+            if self._events is None:
+                if not self.inner.Test(self._status):
+                    return
+                self.cancelled = self._status.Is_cancelled()
+                nbytes = 0 if self.cancelled else self._status.Get_count(MPI.BYTE)
+                self._events = self._end(nbytes)
+            if not all(event.query() for event in self._events):
+                return
+        except BaseException as error:  # handed to whoever waits, never lost in a thread
+            self.error = error
+        self._finish()
+
+    def _finish(self) -> None:
+        try:
+            self._close()
+        except BaseException as error:
+            self.error = self.error or error
+        self._keep = self._end = self._close = None  # type: ignore[assignment]
+        self.done = True
+        self.grequest.Complete()
+
+    def _query(self, status: MPI.Status) -> None:
+        status.source, status.tag = self._status.source, self._status.tag
+        status.Set_elements(MPI.BYTE, 0 if self.cancelled else self._status.Get_count(MPI.BYTE))
+        status.Set_cancelled(self.cancelled)
+        if isinstance(self.error, MPI.Exception):
+            raise MPI.Exception(self.error.Get_error_code())
+        if self.error is not None:
+            raise MPI.Exception(MPI.ERR_OTHER)
+
+    def _cancel(self, completed: bool) -> None:
+        if not completed and not self.done:
+            self.inner.Cancel()
+
+
+class _Progress:
+    """The thread that completes requests while nobody waits for them."""
+
+    def __init__(self) -> None:
+        self._pending: list[Pending] = []
+        self._wake = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._stop = False
+
+    def watch(self, pending: Pending) -> None:
+        with self._wake:
+            self._pending.append(pending)
+            if self._thread is None and not self._stop and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+                self._thread = threading.Thread(target=self._run, name="gdcomm-progress", daemon=True)
+                self._thread.start()
+                atexit.register(self.stop)  # runs before mpi4py's own MPI_Finalize
+            self._wake.notify()
+
+    def poll(self) -> None:
+        """Advance everything pending once; used by whoever waits."""
+        with self._wake:
+            pending = list(self._pending)
+        done = [item for item in pending if item.poll()]
+        if done:
+            with self._wake:
+                self._pending = [item for item in self._pending if item not in done]
+
+    def _run(self) -> None:
+        pause = 0.0
+        while True:
+            with self._wake:
+                while not self._pending and not self._stop:
+                    self._wake.wait()
+                    pause = 0.0
+                if self._stop:
+                    return
+                before = len(self._pending)
+            self.poll()
+            with self._wake:
+                moved = len(self._pending) < before
+            # Short waits stay quick, long ones do not burn a core.
+            pause = 0.0 if moved else min(pause + 2e-6, 1e-3)
+            time.sleep(pause)
+
+    def stop(self) -> None:
+        with self._wake:
+            self._stop = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+
+
+progress = _Progress()
+
+
+def _copy_handle(target: MPI.Request, source: MPI.Request) -> None:
+    # mpi4py has no public way to set a handle from Python; its documented low-level one is this.
+    ctypes.memmove(MPI._addressof(target), MPI._addressof(source), MPI._sizeof(MPI.Request))
+
+
+class _Driven:
+    """Completion methods of both request classes: drive our part, then let MPI complete the handle."""
+
+    _pending: Pending | None = None
+
+    def _drive(self) -> None:
+        pending = self._pending
+        if pending is None:
+            return
+        pause = 0
+        while not pending.poll():
+            progress.poll()  # a peer may wait for another of our requests
+            pause += 1
+            time.sleep(0 if pause < 200 else 5e-5)
+
+    def _check(self) -> None:
+        pending = self._pending
+        if pending is not None and pending.done:
+            self._pending = None
+            if pending.error is not None:
+                raise pending.error
+
+    def Wait(self, status: MPI.Status | None = None) -> bool:
+        """Wait until the operation is complete and its data is in place."""
+        self._drive()
+        try:
+            return bool(super().Wait(status))  # type: ignore[misc]
+        finally:
+            self._check()
+
+    def Test(self, status: MPI.Status | None = None) -> bool:
+        """Tell whether the operation is complete and its data is in place."""
+        progress.poll()
+        if self._pending is not None and not self._pending.poll():
+            return False
+        try:
+            return bool(super().Test(status))  # type: ignore[misc]
+        finally:
+            self._check()
+
+    def Get_status(self, status: MPI.Status | None = None) -> bool:
+        """Tell whether the operation is complete without completing the request."""
+        progress.poll()
+        return bool(super().Get_status(status))  # type: ignore[misc]
+
+
+def _drive_all(requests: Sequence[MPI.Request]) -> None:
+    for request in requests:
+        if isinstance(request, _Driven):
+            request._drive()
+
+
+class Request(_Driven, MPI.Request):
+    """A request whose completion includes copies to and from the device."""
+
+    @classmethod
+    def Waitall(cls, requests: Sequence[MPI.Request], statuses: list[MPI.Status] | None = None) -> Any:
+        """Wait for all requests, gdcomm's and mpi4py's alike."""
+        _drive_all(requests)
+        return MPI.Request.Waitall(requests, statuses)  # type: ignore[arg-type]
+
+    @classmethod
+    def Waitany(cls, requests: Sequence[MPI.Request], status: MPI.Status | None = None) -> int:
+        """Wait until any request is complete; return its index."""
+        while True:
+            index, done = cls.Testany(requests, status)
+            if done:
+                return index
+            time.sleep(0)
+
+    @classmethod
+    def Testany(cls, requests: Sequence[MPI.Request], status: MPI.Status | None = None) -> tuple[int, bool]:
+        """Test whether any request is complete."""
+        progress.poll()
+        return MPI.Request.Testany(requests, status)  # type: ignore[arg-type]
+
+    @classmethod
+    def Testall(cls, requests: Sequence[MPI.Request], statuses: list[MPI.Status] | None = None) -> bool:
+        """Test whether all requests are complete."""
+        progress.poll()
+        return MPI.Request.Testall(requests, statuses)  # type: ignore[arg-type]
+
+    @classmethod
+    def Waitsome(
+        cls, requests: Sequence[MPI.Request], statuses: list[MPI.Status] | None = None
+    ) -> list[int] | None:
+        """Wait until some requests are complete; return their indices."""
+        while True:
+            found = cls.Testsome(requests, statuses)
+            if found is None or found:
+                return found
+            time.sleep(0)
+
+    @classmethod
+    def Testsome(
+        cls, requests: Sequence[MPI.Request], statuses: list[MPI.Status] | None = None
+    ) -> list[int] | None:
+        """Return the indices of the requests that are complete."""
+        progress.poll()
+        return MPI.Request.Testsome(requests, statuses)  # type: ignore[arg-type]
+
+
+def start_request(pending: Pending) -> Request:
+    """The request of a started operation."""
+    request = Request()
+    _copy_handle(request, pending.grequest)
+    request._pending = pending
+    progress.watch(pending)
+    return request
+
+
+class Prequest(_Driven, MPI.Prequest):
+    """A persistent request on device memory. Start it by `Start` or `gdcomm.Prequest.Startall`.
+
+    Args:
+        inner: MPI's own persistent request on the memory that MPI sees.
+        begin: prepares that memory at each start.
+        end, close: as for `Pending`; `close` runs at `Free`.
+    """
+
+    _plan: tuple[MPI.Prequest, Callable[[], None], End, Callable[[], None]] | None = None
+
+    @classmethod
+    def _make(
+        cls, inner: MPI.Prequest, begin: Callable[[], None], end: End, close: Callable[[], None]
+    ) -> Prequest:
+        self = cls()
+        self._plan = (inner, begin, end, close)
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        # Between two starts there is no handle, yet the request is not null until it is freed.
+        if self._plan is not None and isinstance(other, MPI.Request):
+            return self is other
+        return super().__eq__(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = MPI.Prequest.__hash__
+
+    def __bool__(self) -> bool:
+        return self._plan is not None or super().__bool__()
+
+    def Start(self) -> None:
+        """Start the operation: as the nonblocking call would at this point of the stream."""
+        if self._plan is None:
+            super().Start()
+            return
+        inner, begin, end, _ = self._plan
+        begin()
+        inner.Start()
+        pending = Pending(inner, end, lambda: None, self)
+        _copy_handle(self, pending.grequest)
+        self._pending = pending
+        progress.watch(pending)
+
+    @classmethod
+    def Startall(cls, requests: Sequence[MPI.Prequest]) -> None:
+        """Start all requests, gdcomm's and mpi4py's alike."""
+        for request in requests:
+            request.Start()
+
+    def Free(self) -> None:
+        """Release MPI's request and the memory behind it."""
+        if self._plan is None:
+            super().Free()
+            return
+        inner, _, _, close = self._plan
+        self._drive()
+        if self != MPI.REQUEST_NULL and MPI.Request.__ne__(self, MPI.REQUEST_NULL):
+            super().Wait()
+        self._plan = None
+        inner.Free()
+        close()

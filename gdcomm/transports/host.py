@@ -1,0 +1,88 @@
+"""The host side: NumPy arrays that mpi4py does not take as they are.
+
+mpi4py sends an array in memory order and knows MPI's datatypes only. Here a Fortran-
+ordered array travels in logical (C) order, and dtypes that MPI lacks travel as
+integers or bytes of the same size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from gdcomm.reductions import wire_dtype
+from gdcomm.transports.base import split_spec
+
+__all__ = ["HostSide", "host_side"]
+
+
+class HostSide:
+    """A host array seen through another dtype or in another order; see `base.Side`."""
+
+    def __init__(self, array: np.ndarray[Any, Any], rest: tuple[Any, ...], reads: bool, writes: bool) -> None:
+        self._array = array
+        self._reads, self._writes = reads, writes
+        self._copied = not array.flags.c_contiguous
+        flat = np.empty(array.size, array.dtype) if self._copied else array.reshape(-1)
+        self._flat = flat
+        wire = wire_dtype(array.dtype)
+        view = flat if wire is None else flat.view(wire)
+        if writes and not array.flags.writeable:
+            view.flags.writeable = False  # mpi4py then says what is wrong
+        if wire is not None and wire.itemsize < array.dtype.itemsize:
+            # Moved as bytes: MPI must not cut an element when it shares blocks out.
+            self._type: MPI.Datatype | None = MPI.BYTE.Create_contiguous(array.dtype.itemsize).Commit()
+            rest = (*rest, self._type) if not (rest and isinstance(rest[-1], MPI.Datatype)) else rest
+        else:
+            self._type = None
+        self.spec: Any = [view, *rest] if rest else view
+
+    def begin(self) -> None:
+        if self._copied and self._reads:
+            self._flat.reshape(self._array.shape)[...] = self._array
+
+    def ready(self) -> None:
+        pass
+
+    def end(self, nbytes: int | None) -> None:
+        if not (self._copied and self._writes):
+            return
+        count = self._flat.size if nbytes is None else nbytes // self._array.itemsize
+        if count == self._flat.size:
+            self._array[...] = self._flat.reshape(self._array.shape)
+        else:
+            self._array.flat[:count] = self._flat[:count]
+
+    def close(self) -> None:
+        if self._type is not None:
+            self._type.Free()
+            self._type = None
+
+
+def host_side(spec: Any, reads: bool, writes: bool) -> HostSide | None:
+    """Adapt a host buffer argument, or return None if mpi4py serves it as it is.
+
+    An explicit derived datatype addresses memory, so such an argument is left alone.
+    """
+    array, rest = split_spec(spec)
+    if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
+        return None
+    if rest and isinstance(rest[-1], (MPI.Datatype, list, tuple)) and not _predefined(rest[-1]):
+        return None
+    fortran = array.ndim > 1 and not array.flags.c_contiguous and array.flags.f_contiguous
+    typed = bool(rest) and isinstance(rest[-1], (MPI.Datatype, str))
+    odd = not typed and not array.dtype.hasobject and wire_dtype(array.dtype) is not None
+    if not fortran and not (odd and array.flags.c_contiguous):
+        return None
+    return HostSide(array, rest, reads or not _whole(rest), writes)
+
+
+def _predefined(datatype: Any) -> bool:
+    return isinstance(datatype, MPI.Datatype) and datatype.is_predefined
+
+
+def _whole(rest: tuple[Any, ...]) -> bool:
+    """Whether the operation covers the array whole (no explicit counts)."""
+    return all(isinstance(item, (MPI.Datatype, str)) or item is None for item in rest)

@@ -6,6 +6,7 @@ before MPI is called, so other ranks see an erring rank as one that has not yet 
 
 from __future__ import annotations
 
+from array import array as stdarray
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,8 @@ import numpy as np
 from mpi4py import MPI
 from numpy import ndarray
 
-from gdcomm import devices
+from gdcomm import devices, large
+from gdcomm.arguments import explain
 from gdcomm.devices.base import Buffer, Event
 from gdcomm.errors import BufferSpecError
 from gdcomm.memory.pinned import PinnedPool
@@ -29,21 +31,35 @@ from gdcomm.transports.staged import StagedSide
 if TYPE_CHECKING:
     from gdcomm.paths import Paths
 
-__all__ = ["execute", "number", "plain"]
+__all__ = ["execute", "plain", "reducible"]
 
-_HOST_TYPES = (np.ndarray, bytes, bytearray, memoryview, type(None), type(MPI.IN_PLACE), type(MPI.BOTTOM))
+_HOST_TYPES = frozenset(
+    (ndarray, bytes, bytearray, memoryview, stdarray, type(None), type(MPI.IN_PLACE), type(MPI.BOTTOM))
+)
 _pools: dict[int, PinnedPool] = {}
 
 
 def plain(obj: Any) -> bool:
-    """Whether mpi4py moves `obj` as it is: a NumPy array in C order of a dtype that MPI knows."""
-    # Type numbers below 17 are bool, the integers, float32 to longdouble and their complex pairs.
-    return type(obj) is ndarray and obj.dtype.num < 17 and (obj.ndim < 2 or obj.flags.c_contiguous)
+    """Whether mpi4py can take `obj` as it is: host memory whose order in memory is its logical order.
+
+    The methods try mpi4py first with such arguments; where it can't describe the dtype (`UNSERVED`,
+    raised before anything is sent) they come to `execute`.
+    """
+    kind = type(obj)
+    if kind is ndarray:
+        return obj.ndim < 2 or obj.flags.c_contiguous
+    if kind is list or kind is tuple:
+        return bool(obj) and type(obj[0]) is ndarray and (obj[0].ndim < 2 or obj[0].flags.c_contiguous)
+    return kind in _HOST_TYPES
 
 
-def number(obj: Any) -> bool:
-    """Whether MPI reduces `obj` as it is: `plain`, and not bool (type number 0)."""
-    return type(obj) is ndarray and 0 < obj.dtype.num < 17 and (obj.ndim < 2 or obj.flags.c_contiguous)
+def reducible(sendbuf: Any, recvbuf: Any) -> bool:
+    """Whether MPI reduces these arrays as they are: `plain`, and of a number type that it knows."""
+    # Type numbers 1 to 16 are the integers, float32 to longdouble and their complex pairs; 0 is bool.
+    array = sendbuf if type(sendbuf) is ndarray else recvbuf
+    if not (type(array) is ndarray and 0 < array.dtype.num < 17 and (array.ndim < 2 or array.flags.c_contiguous)):
+        return False
+    return plain(sendbuf if array is recvbuf else recvbuf)
 
 
 def pool_of(device: devices.Device) -> PinnedPool:
@@ -95,23 +111,31 @@ def execute(comm: Any, paths: Paths, operation: Operation, arguments: tuple[Any,
         What mpi4py's method returns: None, a Request or a Prequest.
     """
     plan = _plan(comm, paths, operation, list(arguments), stream)
-    if not plan.sides:
-        return operation.call(comm, *plan.arguments)
     try:
-        if operation.form == PERSISTENT:
-            inner = operation.call(comm, *plan.arguments)
-            return Prequest._make(inner, plan.begin, plan.end, plan.close)
-        plan.begin()
-        if operation.form == BLOCKING:
-            status = _status(plan)
-            operation.call(comm, *plan.arguments)
-            plan.end(None if status is None else status.Get_count(MPI.BYTE))
-            plan.close()
-            return None
-        inner = operation.call(comm, *plan.arguments)
+        return _call(comm, plan)
+    except MPI.Exception as error:
+        plan.close()
+        raise explain(error, comm, operation.name, arguments) from None
     except BaseException:
         plan.close()
         raise
+
+
+def _call(comm: Any, plan: Plan) -> Any:
+    operation = plan.operation
+    if not plan.sides:
+        return large.call(operation, comm, plan.arguments)
+    if operation.form == PERSISTENT:
+        inner = large.call(operation, comm, plan.arguments)
+        return Prequest._make(inner, plan.begin, plan.end, plan.close)
+    plan.begin()
+    if operation.form == BLOCKING:
+        status = _status(plan)
+        large.call(operation, comm, plan.arguments)
+        plan.end(None if status is None else status.Get_elements(MPI.BYTE))
+        plan.close()
+        return None
+    inner = large.call(operation, comm, plan.arguments)
     return start_request(Pending(inner, plan.end, plan.close, plan.keep))
 
 
@@ -149,7 +173,7 @@ def _insignificant(comm: Any, operation: Operation, position: int, arguments: li
     if position != side or comm.Get_rank() == arguments[operation.root] or comm.Is_inter():
         return False
     array, _ = split_spec(arguments[position])
-    if array is not None and not isinstance(array, _HOST_TYPES):
+    if array is not None and not type(array) in _HOST_TYPES:
         arguments[position] = None
     return True
 
@@ -169,7 +193,7 @@ def _add_side(
     array, rest = split_spec(spec)
     writes = position in (operation.recv, operation.both)
     reads = position in (operation.send, operation.both) or in_place
-    buffer = None if isinstance(array, _HOST_TYPES) else devices.find(array, stream)
+    buffer = None if type(array) in _HOST_TYPES else devices.find(array, stream)
     dtype = _dtype_of(array) if buffer is None else buffer.dtype
     if dtype is not None:
         dtypes.append(dtype)

@@ -64,7 +64,7 @@ class Pending:
                 if not self.inner.Test(self._status):
                     return
                 self.cancelled = self._status.Is_cancelled()
-                nbytes = 0 if self.cancelled else self._status.Get_count(MPI.BYTE)
+                nbytes = 0 if self.cancelled else self._status.Get_elements(MPI.BYTE)
                 self._events = self._end(nbytes)
             if not all(event.query() for event in self._events):
                 return
@@ -83,7 +83,7 @@ class Pending:
 
     def _query(self, status: MPI.Status) -> None:
         status.source, status.tag = self._status.source, self._status.tag
-        status.Set_elements(MPI.BYTE, 0 if self.cancelled else self._status.Get_count(MPI.BYTE))
+        status.Set_elements(MPI.BYTE, 0 if self.cancelled else self._status.Get_elements(MPI.BYTE))
         status.Set_cancelled(self.cancelled)
         if isinstance(self.error, MPI.Exception):
             raise MPI.Exception(self.error.Get_error_code())

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mpi4py import MPI
+from numpy import ndarray
 
-from gdcomm.execution import execute, number, plain
+from gdcomm.arguments import UNSERVED, unserved
+from gdcomm.execution import execute, plain, reducible
 from gdcomm.operations import OPERATIONS
 
 if TYPE_CHECKING:
@@ -22,6 +24,25 @@ Spec: TypeAlias = Any  # a buffer argument as mpi4py takes it, or a device array
 Stream: TypeAlias = Any  # None, or anything with __cuda_stream__, .ptr or .cuda_stream
 
 
+# Bound once: a method call then costs little more than mpi4py's own.
+_Allgather = MPI.Comm.Allgather
+_Allgatherv = MPI.Comm.Allgatherv
+_Allreduce = MPI.Comm.Allreduce
+_Alltoall = MPI.Comm.Alltoall
+_Alltoallv = MPI.Comm.Alltoallv
+_Alltoallw = MPI.Comm.Alltoallw
+_Bcast = MPI.Comm.Bcast
+_Gather = MPI.Comm.Gather
+_Gatherv = MPI.Comm.Gatherv
+_Reduce = MPI.Comm.Reduce
+_Reduce_scatter = MPI.Comm.Reduce_scatter
+_Reduce_scatter_block = MPI.Comm.Reduce_scatter_block
+_Scatter = MPI.Comm.Scatter
+_Scatterv = MPI.Comm.Scatterv
+_Exscan = MPI.Intracomm.Exscan
+_Scan = MPI.Intracomm.Scan
+
+
 class Collectives(_Comm):
     """Collectives of intra- and intercommunicators."""
 
@@ -29,98 +50,124 @@ class Collectives(_Comm):
 
     def Bcast(self, buf: Spec, root: int = 0, *, stream: Stream = None) -> None:
         """Copy the root's array to every rank."""
-        if plain(buf):
-            MPI.Comm.Bcast(self, buf, root)
-        else:
-            execute(self, self._paths, OPERATIONS["Bcast"], (buf, root), stream)
+        if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous):
+            try:
+                return _Bcast(self, buf, root)
+            except UNSERVED as error:
+                unserved(error, self, "Bcast", (buf, root))
+        execute(self, self._paths, OPERATIONS["Bcast"], (buf, root), stream)
 
     def Gather(self, sendbuf: Spec, recvbuf: Spec, root: int = 0, *, stream: Stream = None) -> None:
         """Collect equal blocks at the root, in rank order."""
         if plain(sendbuf) and plain(recvbuf):
-            MPI.Comm.Gather(self, sendbuf, recvbuf, root)
-        else:
-            execute(self, self._paths, OPERATIONS["Gather"], (sendbuf, recvbuf, root), stream)
+            try:
+                return _Gather(self, sendbuf, recvbuf, root)
+            except UNSERVED as error:
+                unserved(error, self, "Gather", (sendbuf, recvbuf, root))
+        execute(self, self._paths, OPERATIONS["Gather"], (sendbuf, recvbuf, root), stream)
 
     def Gatherv(self, sendbuf: Spec, recvbuf: Spec, root: int = 0, *, stream: Stream = None) -> None:
         """Collect blocks of different sizes at the root."""
         if plain(sendbuf) and plain(recvbuf):
-            MPI.Comm.Gatherv(self, sendbuf, recvbuf, root)
-        else:
-            execute(self, self._paths, OPERATIONS["Gatherv"], (sendbuf, recvbuf, root), stream)
+            try:
+                return _Gatherv(self, sendbuf, recvbuf, root)
+            except UNSERVED as error:
+                unserved(error, self, "Gatherv", (sendbuf, recvbuf, root))
+        execute(self, self._paths, OPERATIONS["Gatherv"], (sendbuf, recvbuf, root), stream)
 
     def Scatter(self, sendbuf: Spec, recvbuf: Spec, root: int = 0, *, stream: Stream = None) -> None:
         """Hand equal blocks of the root's array out, in rank order."""
         if plain(sendbuf) and plain(recvbuf):
-            MPI.Comm.Scatter(self, sendbuf, recvbuf, root)
-        else:
-            execute(self, self._paths, OPERATIONS["Scatter"], (sendbuf, recvbuf, root), stream)
+            try:
+                return _Scatter(self, sendbuf, recvbuf, root)
+            except UNSERVED as error:
+                unserved(error, self, "Scatter", (sendbuf, recvbuf, root))
+        execute(self, self._paths, OPERATIONS["Scatter"], (sendbuf, recvbuf, root), stream)
 
     def Scatterv(self, sendbuf: Spec, recvbuf: Spec, root: int = 0, *, stream: Stream = None) -> None:
         """Hand blocks of different sizes out."""
         if plain(sendbuf) and plain(recvbuf):
-            MPI.Comm.Scatterv(self, sendbuf, recvbuf, root)
-        else:
-            execute(self, self._paths, OPERATIONS["Scatterv"], (sendbuf, recvbuf, root), stream)
+            try:
+                return _Scatterv(self, sendbuf, recvbuf, root)
+            except UNSERVED as error:
+                unserved(error, self, "Scatterv", (sendbuf, recvbuf, root))
+        execute(self, self._paths, OPERATIONS["Scatterv"], (sendbuf, recvbuf, root), stream)
 
     def Allgather(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> None:
         """Collect equal blocks on every rank."""
         if plain(sendbuf) and plain(recvbuf):
-            MPI.Comm.Allgather(self, sendbuf, recvbuf)
-        else:
-            execute(self, self._paths, OPERATIONS["Allgather"], (sendbuf, recvbuf), stream)
+            try:
+                return _Allgather(self, sendbuf, recvbuf)
+            except UNSERVED as error:
+                unserved(error, self, "Allgather", (sendbuf, recvbuf))
+        execute(self, self._paths, OPERATIONS["Allgather"], (sendbuf, recvbuf), stream)
 
     def Allgatherv(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> None:
         """Collect blocks of different sizes on every rank."""
         if plain(sendbuf) and plain(recvbuf):
-            MPI.Comm.Allgatherv(self, sendbuf, recvbuf)
-        else:
-            execute(self, self._paths, OPERATIONS["Allgatherv"], (sendbuf, recvbuf), stream)
+            try:
+                return _Allgatherv(self, sendbuf, recvbuf)
+            except UNSERVED as error:
+                unserved(error, self, "Allgatherv", (sendbuf, recvbuf))
+        execute(self, self._paths, OPERATIONS["Allgatherv"], (sendbuf, recvbuf), stream)
 
     def Alltoall(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> None:
         """Send block i to rank i; receive one block from each rank."""
         if plain(sendbuf) and plain(recvbuf):
-            MPI.Comm.Alltoall(self, sendbuf, recvbuf)
-        else:
-            execute(self, self._paths, OPERATIONS["Alltoall"], (sendbuf, recvbuf), stream)
+            try:
+                return _Alltoall(self, sendbuf, recvbuf)
+            except UNSERVED as error:
+                unserved(error, self, "Alltoall", (sendbuf, recvbuf))
+        execute(self, self._paths, OPERATIONS["Alltoall"], (sendbuf, recvbuf), stream)
 
     def Alltoallv(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> None:
         """Alltoall with blocks of different sizes."""
         if plain(sendbuf) and plain(recvbuf):
-            MPI.Comm.Alltoallv(self, sendbuf, recvbuf)
-        else:
-            execute(self, self._paths, OPERATIONS["Alltoallv"], (sendbuf, recvbuf), stream)
+            try:
+                return _Alltoallv(self, sendbuf, recvbuf)
+            except UNSERVED as error:
+                unserved(error, self, "Alltoallv", (sendbuf, recvbuf))
+        execute(self, self._paths, OPERATIONS["Alltoallv"], (sendbuf, recvbuf), stream)
 
     def Alltoallw(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> None:
         """Alltoall with sizes, byte displacements and datatypes per rank."""
         if plain(sendbuf) and plain(recvbuf):
-            MPI.Comm.Alltoallw(self, sendbuf, recvbuf)
-        else:
-            execute(self, self._paths, OPERATIONS["Alltoallw"], (sendbuf, recvbuf), stream)
+            try:
+                return _Alltoallw(self, sendbuf, recvbuf)
+            except UNSERVED as error:
+                unserved(error, self, "Alltoallw", (sendbuf, recvbuf))
+        execute(self, self._paths, OPERATIONS["Alltoallw"], (sendbuf, recvbuf), stream)
 
     def Reduce(
         self, sendbuf: Spec, recvbuf: Spec, op: MPI.Op = MPI.SUM, root: int = 0, *, stream: Stream = None
     ) -> None:
         """Reduce elementwise over the ranks; the root has the result."""
-        if number(sendbuf) and number(recvbuf):
-            MPI.Comm.Reduce(self, sendbuf, recvbuf, op, root)
-        else:
-            execute(self, self._paths, OPERATIONS["Reduce"], (sendbuf, recvbuf, op, root), stream)
+        if reducible(sendbuf, recvbuf):
+            try:
+                return _Reduce(self, sendbuf, recvbuf, op, root)
+            except UNSERVED as error:
+                unserved(error, self, "Reduce", (sendbuf, recvbuf, op, root))
+        execute(self, self._paths, OPERATIONS["Reduce"], (sendbuf, recvbuf, op, root), stream)
 
     def Allreduce(self, sendbuf: Spec, recvbuf: Spec, op: MPI.Op = MPI.SUM, *, stream: Stream = None) -> None:
         """Reduce elementwise over the ranks; every rank has the result."""
-        if number(sendbuf) and number(recvbuf):
-            MPI.Comm.Allreduce(self, sendbuf, recvbuf, op)
-        else:
-            execute(self, self._paths, OPERATIONS["Allreduce"], (sendbuf, recvbuf, op), stream)
+        if reducible(sendbuf, recvbuf):
+            try:
+                return _Allreduce(self, sendbuf, recvbuf, op)
+            except UNSERVED as error:
+                unserved(error, self, "Allreduce", (sendbuf, recvbuf, op))
+        execute(self, self._paths, OPERATIONS["Allreduce"], (sendbuf, recvbuf, op), stream)
 
     def Reduce_scatter_block(
         self, sendbuf: Spec, recvbuf: Spec, op: MPI.Op = MPI.SUM, *, stream: Stream = None
     ) -> None:
         """Reduce, then hand equal blocks of the result out."""
-        if number(sendbuf) and number(recvbuf):
-            MPI.Comm.Reduce_scatter_block(self, sendbuf, recvbuf, op)
-        else:
-            execute(self, self._paths, OPERATIONS["Reduce_scatter_block"], (sendbuf, recvbuf, op), stream)
+        if reducible(sendbuf, recvbuf):
+            try:
+                return _Reduce_scatter_block(self, sendbuf, recvbuf, op)
+            except UNSERVED as error:
+                unserved(error, self, "Reduce_scatter_block", (sendbuf, recvbuf, op))
+        execute(self, self._paths, OPERATIONS["Reduce_scatter_block"], (sendbuf, recvbuf, op), stream)
 
     def Reduce_scatter(
         self,
@@ -132,12 +179,14 @@ class Collectives(_Comm):
         stream: Stream = None,
     ) -> None:
         """Reduce, then hand blocks of `recvcounts` elements out."""
-        if number(sendbuf) and number(recvbuf):
-            MPI.Comm.Reduce_scatter(self, sendbuf, recvbuf, recvcounts, op)
-        else:
-            execute(
-                self, self._paths, OPERATIONS["Reduce_scatter"], (sendbuf, recvbuf, recvcounts, op), stream
-            )
+        if reducible(sendbuf, recvbuf):
+            try:
+                return _Reduce_scatter(self, sendbuf, recvbuf, recvcounts, op)
+            except UNSERVED as error:
+                unserved(error, self, "Reduce_scatter", (sendbuf, recvbuf, recvcounts, op))
+        execute(
+            self, self._paths, OPERATIONS["Reduce_scatter"], (sendbuf, recvbuf, recvcounts, op), stream
+        )
 
 
 class Scans(_Intracomm):
@@ -147,14 +196,18 @@ class Scans(_Intracomm):
 
     def Scan(self, sendbuf: Spec, recvbuf: Spec, op: MPI.Op = MPI.SUM, *, stream: Stream = None) -> None:
         """Reduce over ranks 0 to this one."""
-        if number(sendbuf) and number(recvbuf):
-            MPI.Intracomm.Scan(self, sendbuf, recvbuf, op)
-        else:
-            execute(self, self._paths, OPERATIONS["Scan"], (sendbuf, recvbuf, op), stream)
+        if reducible(sendbuf, recvbuf):
+            try:
+                return _Scan(self, sendbuf, recvbuf, op)
+            except UNSERVED as error:
+                unserved(error, self, "Scan", (sendbuf, recvbuf, op))
+        execute(self, self._paths, OPERATIONS["Scan"], (sendbuf, recvbuf, op), stream)
 
     def Exscan(self, sendbuf: Spec, recvbuf: Spec, op: MPI.Op = MPI.SUM, *, stream: Stream = None) -> None:
         """Reduce over ranks 0 to the one before; rank 0's array stays as it was."""
-        if number(sendbuf) and number(recvbuf):
-            MPI.Intracomm.Exscan(self, sendbuf, recvbuf, op)
-        else:
-            execute(self, self._paths, OPERATIONS["Exscan"], (sendbuf, recvbuf, op), stream)
+        if reducible(sendbuf, recvbuf):
+            try:
+                return _Exscan(self, sendbuf, recvbuf, op)
+            except UNSERVED as error:
+                unserved(error, self, "Exscan", (sendbuf, recvbuf, op))
+        execute(self, self._paths, OPERATIONS["Exscan"], (sendbuf, recvbuf, op), stream)

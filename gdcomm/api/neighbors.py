@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mpi4py import MPI
 
+from gdcomm.arguments import UNSERVED, unserved
 from gdcomm.execution import execute, plain
 from gdcomm.operations import OPERATIONS
 
@@ -20,6 +21,24 @@ Spec: TypeAlias = Any  # a buffer argument as mpi4py takes it, or a device array
 Stream: TypeAlias = Any  # None, or anything with __cuda_stream__, .ptr or .cuda_stream
 
 
+# Bound once: a method call then costs little more than mpi4py's own.
+_Ineighbor_allgather = MPI.Topocomm.Ineighbor_allgather
+_Ineighbor_allgatherv = MPI.Topocomm.Ineighbor_allgatherv
+_Ineighbor_alltoall = MPI.Topocomm.Ineighbor_alltoall
+_Ineighbor_alltoallv = MPI.Topocomm.Ineighbor_alltoallv
+_Ineighbor_alltoallw = MPI.Topocomm.Ineighbor_alltoallw
+_Neighbor_allgather = MPI.Topocomm.Neighbor_allgather
+_Neighbor_allgather_init = MPI.Topocomm.Neighbor_allgather_init
+_Neighbor_allgatherv = MPI.Topocomm.Neighbor_allgatherv
+_Neighbor_allgatherv_init = MPI.Topocomm.Neighbor_allgatherv_init
+_Neighbor_alltoall = MPI.Topocomm.Neighbor_alltoall
+_Neighbor_alltoall_init = MPI.Topocomm.Neighbor_alltoall_init
+_Neighbor_alltoallv = MPI.Topocomm.Neighbor_alltoallv
+_Neighbor_alltoallv_init = MPI.Topocomm.Neighbor_alltoallv_init
+_Neighbor_alltoallw = MPI.Topocomm.Neighbor_alltoallw
+_Neighbor_alltoallw_init = MPI.Topocomm.Neighbor_alltoallw_init
+
+
 class Neighbors(_Topocomm):
     """Exchange with the neighbours of a grid or graph; absent neighbours' blocks stay as they were."""
 
@@ -28,66 +47,91 @@ class Neighbors(_Topocomm):
     def Neighbor_allgather(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> None:
         """Collect equal blocks of the neighbours."""
         if plain(sendbuf) and plain(recvbuf):
-            MPI.Topocomm.Neighbor_allgather(self, sendbuf, recvbuf)
-        else:
-            execute(self, self._paths, OPERATIONS["Neighbor_allgather"], (sendbuf, recvbuf), stream)
+            try:
+                return _Neighbor_allgather(self, sendbuf, recvbuf)
+            except UNSERVED as error:
+                unserved(error, self, "Neighbor_allgather", (sendbuf, recvbuf))
+        execute(self, self._paths, OPERATIONS["Neighbor_allgather"], (sendbuf, recvbuf), stream)
 
     def Neighbor_allgatherv(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> None:
         """Collect blocks of different sizes of the neighbours."""
         if plain(sendbuf) and plain(recvbuf):
-            MPI.Topocomm.Neighbor_allgatherv(self, sendbuf, recvbuf)
-        else:
-            execute(self, self._paths, OPERATIONS["Neighbor_allgatherv"], (sendbuf, recvbuf), stream)
+            try:
+                return _Neighbor_allgatherv(self, sendbuf, recvbuf)
+            except UNSERVED as error:
+                unserved(error, self, "Neighbor_allgatherv", (sendbuf, recvbuf))
+        execute(self, self._paths, OPERATIONS["Neighbor_allgatherv"], (sendbuf, recvbuf), stream)
 
     def Neighbor_alltoall(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> None:
         """Exchange a block with each neighbour."""
         if plain(sendbuf) and plain(recvbuf):
-            MPI.Topocomm.Neighbor_alltoall(self, sendbuf, recvbuf)
-        else:
-            execute(self, self._paths, OPERATIONS["Neighbor_alltoall"], (sendbuf, recvbuf), stream)
+            try:
+                return _Neighbor_alltoall(self, sendbuf, recvbuf)
+            except UNSERVED as error:
+                unserved(error, self, "Neighbor_alltoall", (sendbuf, recvbuf))
+        execute(self, self._paths, OPERATIONS["Neighbor_alltoall"], (sendbuf, recvbuf), stream)
 
     def Neighbor_alltoallv(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> None:
         """Exchange blocks of different sizes with the neighbours."""
         if plain(sendbuf) and plain(recvbuf):
-            MPI.Topocomm.Neighbor_alltoallv(self, sendbuf, recvbuf)
-        else:
-            execute(self, self._paths, OPERATIONS["Neighbor_alltoallv"], (sendbuf, recvbuf), stream)
+            try:
+                return _Neighbor_alltoallv(self, sendbuf, recvbuf)
+            except UNSERVED as error:
+                unserved(error, self, "Neighbor_alltoallv", (sendbuf, recvbuf))
+        execute(self, self._paths, OPERATIONS["Neighbor_alltoallv"], (sendbuf, recvbuf), stream)
 
     def Neighbor_alltoallw(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> None:
         """Exchange blocks with sizes, byte displacements and datatypes per neighbour."""
         if plain(sendbuf) and plain(recvbuf):
-            MPI.Topocomm.Neighbor_alltoallw(self, sendbuf, recvbuf)
-        else:
-            execute(self, self._paths, OPERATIONS["Neighbor_alltoallw"], (sendbuf, recvbuf), stream)
+            try:
+                return _Neighbor_alltoallw(self, sendbuf, recvbuf)
+            except UNSERVED as error:
+                unserved(error, self, "Neighbor_alltoallw", (sendbuf, recvbuf))
+        execute(self, self._paths, OPERATIONS["Neighbor_alltoallw"], (sendbuf, recvbuf), stream)
 
     def Ineighbor_allgather(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Neighbor_allgather."""
         if plain(sendbuf) and plain(recvbuf):
-            return MPI.Topocomm.Ineighbor_allgather(self, sendbuf, recvbuf)
+            try:
+                return _Ineighbor_allgather(self, sendbuf, recvbuf)
+            except UNSERVED as error:
+                unserved(error, self, "Ineighbor_allgather", (sendbuf, recvbuf))
         return execute(self, self._paths, OPERATIONS["Ineighbor_allgather"], (sendbuf, recvbuf), stream)
 
     def Ineighbor_allgatherv(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Neighbor_allgatherv."""
         if plain(sendbuf) and plain(recvbuf):
-            return MPI.Topocomm.Ineighbor_allgatherv(self, sendbuf, recvbuf)
+            try:
+                return _Ineighbor_allgatherv(self, sendbuf, recvbuf)
+            except UNSERVED as error:
+                unserved(error, self, "Ineighbor_allgatherv", (sendbuf, recvbuf))
         return execute(self, self._paths, OPERATIONS["Ineighbor_allgatherv"], (sendbuf, recvbuf), stream)
 
     def Ineighbor_alltoall(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Neighbor_alltoall."""
         if plain(sendbuf) and plain(recvbuf):
-            return MPI.Topocomm.Ineighbor_alltoall(self, sendbuf, recvbuf)
+            try:
+                return _Ineighbor_alltoall(self, sendbuf, recvbuf)
+            except UNSERVED as error:
+                unserved(error, self, "Ineighbor_alltoall", (sendbuf, recvbuf))
         return execute(self, self._paths, OPERATIONS["Ineighbor_alltoall"], (sendbuf, recvbuf), stream)
 
     def Ineighbor_alltoallv(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Neighbor_alltoallv."""
         if plain(sendbuf) and plain(recvbuf):
-            return MPI.Topocomm.Ineighbor_alltoallv(self, sendbuf, recvbuf)
+            try:
+                return _Ineighbor_alltoallv(self, sendbuf, recvbuf)
+            except UNSERVED as error:
+                unserved(error, self, "Ineighbor_alltoallv", (sendbuf, recvbuf))
         return execute(self, self._paths, OPERATIONS["Ineighbor_alltoallv"], (sendbuf, recvbuf), stream)
 
     def Ineighbor_alltoallw(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Neighbor_alltoallw."""
         if plain(sendbuf) and plain(recvbuf):
-            return MPI.Topocomm.Ineighbor_alltoallw(self, sendbuf, recvbuf)
+            try:
+                return _Ineighbor_alltoallw(self, sendbuf, recvbuf)
+            except UNSERVED as error:
+                unserved(error, self, "Ineighbor_alltoallw", (sendbuf, recvbuf))
         return execute(self, self._paths, OPERATIONS["Ineighbor_alltoallw"], (sendbuf, recvbuf), stream)
 
     def Neighbor_allgather_init(
@@ -95,7 +139,10 @@ class Neighbors(_Topocomm):
     ) -> MPI.Prequest:
         """Persistent Neighbor_allgather; start it by Start."""
         if plain(sendbuf) and plain(recvbuf):
-            return MPI.Topocomm.Neighbor_allgather_init(self, sendbuf, recvbuf, info)
+            try:
+                return _Neighbor_allgather_init(self, sendbuf, recvbuf, info)
+            except UNSERVED as error:
+                unserved(error, self, "Neighbor_allgather_init", (sendbuf, recvbuf, info))
         return execute(
             self, self._paths, OPERATIONS["Neighbor_allgather_init"], (sendbuf, recvbuf, info), stream
         )
@@ -105,7 +152,10 @@ class Neighbors(_Topocomm):
     ) -> MPI.Prequest:
         """Persistent Neighbor_allgatherv; start it by Start."""
         if plain(sendbuf) and plain(recvbuf):
-            return MPI.Topocomm.Neighbor_allgatherv_init(self, sendbuf, recvbuf, info)
+            try:
+                return _Neighbor_allgatherv_init(self, sendbuf, recvbuf, info)
+            except UNSERVED as error:
+                unserved(error, self, "Neighbor_allgatherv_init", (sendbuf, recvbuf, info))
         return execute(
             self, self._paths, OPERATIONS["Neighbor_allgatherv_init"], (sendbuf, recvbuf, info), stream
         )
@@ -115,7 +165,10 @@ class Neighbors(_Topocomm):
     ) -> MPI.Prequest:
         """Persistent Neighbor_alltoall; start it by Start."""
         if plain(sendbuf) and plain(recvbuf):
-            return MPI.Topocomm.Neighbor_alltoall_init(self, sendbuf, recvbuf, info)
+            try:
+                return _Neighbor_alltoall_init(self, sendbuf, recvbuf, info)
+            except UNSERVED as error:
+                unserved(error, self, "Neighbor_alltoall_init", (sendbuf, recvbuf, info))
         return execute(
             self, self._paths, OPERATIONS["Neighbor_alltoall_init"], (sendbuf, recvbuf, info), stream
         )
@@ -125,7 +178,10 @@ class Neighbors(_Topocomm):
     ) -> MPI.Prequest:
         """Persistent Neighbor_alltoallv; start it by Start."""
         if plain(sendbuf) and plain(recvbuf):
-            return MPI.Topocomm.Neighbor_alltoallv_init(self, sendbuf, recvbuf, info)
+            try:
+                return _Neighbor_alltoallv_init(self, sendbuf, recvbuf, info)
+            except UNSERVED as error:
+                unserved(error, self, "Neighbor_alltoallv_init", (sendbuf, recvbuf, info))
         return execute(
             self, self._paths, OPERATIONS["Neighbor_alltoallv_init"], (sendbuf, recvbuf, info), stream
         )
@@ -135,7 +191,10 @@ class Neighbors(_Topocomm):
     ) -> MPI.Prequest:
         """Persistent Neighbor_alltoallw; start it by Start."""
         if plain(sendbuf) and plain(recvbuf):
-            return MPI.Topocomm.Neighbor_alltoallw_init(self, sendbuf, recvbuf, info)
+            try:
+                return _Neighbor_alltoallw_init(self, sendbuf, recvbuf, info)
+            except UNSERVED as error:
+                unserved(error, self, "Neighbor_alltoallw_init", (sendbuf, recvbuf, info))
         return execute(
             self, self._paths, OPERATIONS["Neighbor_alltoallw_init"], (sendbuf, recvbuf, info), stream
         )

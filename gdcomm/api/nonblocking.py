@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mpi4py import MPI
+from numpy import ndarray
 
-from gdcomm.execution import execute, number, plain
+from gdcomm.arguments import UNSERVED, unserved
+from gdcomm.execution import execute, plain, reducible
 from gdcomm.operations import OPERATIONS
 
 if TYPE_CHECKING:
@@ -22,6 +24,25 @@ Spec: TypeAlias = Any  # a buffer argument as mpi4py takes it, or a device array
 Stream: TypeAlias = Any  # None, or anything with __cuda_stream__, .ptr or .cuda_stream
 
 
+# Bound once: a method call then costs little more than mpi4py's own.
+_Iallgather = MPI.Comm.Iallgather
+_Iallgatherv = MPI.Comm.Iallgatherv
+_Iallreduce = MPI.Comm.Iallreduce
+_Ialltoall = MPI.Comm.Ialltoall
+_Ialltoallv = MPI.Comm.Ialltoallv
+_Ialltoallw = MPI.Comm.Ialltoallw
+_Ibcast = MPI.Comm.Ibcast
+_Igather = MPI.Comm.Igather
+_Igatherv = MPI.Comm.Igatherv
+_Ireduce = MPI.Comm.Ireduce
+_Ireduce_scatter = MPI.Comm.Ireduce_scatter
+_Ireduce_scatter_block = MPI.Comm.Ireduce_scatter_block
+_Iscatter = MPI.Comm.Iscatter
+_Iscatterv = MPI.Comm.Iscatterv
+_Iexscan = MPI.Intracomm.Iexscan
+_Iscan = MPI.Intracomm.Iscan
+
+
 class NonblockingCollectives(_Comm):
     """The I-forms of the collectives."""
 
@@ -29,86 +50,125 @@ class NonblockingCollectives(_Comm):
 
     def Ibcast(self, buf: Spec, root: int = 0, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Bcast."""
-        if plain(buf):
-            return MPI.Comm.Ibcast(self, buf, root)
+        if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous):
+            try:
+                return _Ibcast(self, buf, root)
+            except UNSERVED as error:
+                unserved(error, self, "Ibcast", (buf, root))
         return execute(self, self._paths, OPERATIONS["Ibcast"], (buf, root), stream)
 
     def Igather(self, sendbuf: Spec, recvbuf: Spec, root: int = 0, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Gather."""
         if plain(sendbuf) and plain(recvbuf):
-            return MPI.Comm.Igather(self, sendbuf, recvbuf, root)
+            try:
+                return _Igather(self, sendbuf, recvbuf, root)
+            except UNSERVED as error:
+                unserved(error, self, "Igather", (sendbuf, recvbuf, root))
         return execute(self, self._paths, OPERATIONS["Igather"], (sendbuf, recvbuf, root), stream)
 
     def Igatherv(self, sendbuf: Spec, recvbuf: Spec, root: int = 0, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Gatherv."""
         if plain(sendbuf) and plain(recvbuf):
-            return MPI.Comm.Igatherv(self, sendbuf, recvbuf, root)
+            try:
+                return _Igatherv(self, sendbuf, recvbuf, root)
+            except UNSERVED as error:
+                unserved(error, self, "Igatherv", (sendbuf, recvbuf, root))
         return execute(self, self._paths, OPERATIONS["Igatherv"], (sendbuf, recvbuf, root), stream)
 
     def Iscatter(self, sendbuf: Spec, recvbuf: Spec, root: int = 0, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Scatter."""
         if plain(sendbuf) and plain(recvbuf):
-            return MPI.Comm.Iscatter(self, sendbuf, recvbuf, root)
+            try:
+                return _Iscatter(self, sendbuf, recvbuf, root)
+            except UNSERVED as error:
+                unserved(error, self, "Iscatter", (sendbuf, recvbuf, root))
         return execute(self, self._paths, OPERATIONS["Iscatter"], (sendbuf, recvbuf, root), stream)
 
     def Iscatterv(self, sendbuf: Spec, recvbuf: Spec, root: int = 0, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Scatterv."""
         if plain(sendbuf) and plain(recvbuf):
-            return MPI.Comm.Iscatterv(self, sendbuf, recvbuf, root)
+            try:
+                return _Iscatterv(self, sendbuf, recvbuf, root)
+            except UNSERVED as error:
+                unserved(error, self, "Iscatterv", (sendbuf, recvbuf, root))
         return execute(self, self._paths, OPERATIONS["Iscatterv"], (sendbuf, recvbuf, root), stream)
 
     def Iallgather(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Allgather."""
         if plain(sendbuf) and plain(recvbuf):
-            return MPI.Comm.Iallgather(self, sendbuf, recvbuf)
+            try:
+                return _Iallgather(self, sendbuf, recvbuf)
+            except UNSERVED as error:
+                unserved(error, self, "Iallgather", (sendbuf, recvbuf))
         return execute(self, self._paths, OPERATIONS["Iallgather"], (sendbuf, recvbuf), stream)
 
     def Iallgatherv(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Allgatherv."""
         if plain(sendbuf) and plain(recvbuf):
-            return MPI.Comm.Iallgatherv(self, sendbuf, recvbuf)
+            try:
+                return _Iallgatherv(self, sendbuf, recvbuf)
+            except UNSERVED as error:
+                unserved(error, self, "Iallgatherv", (sendbuf, recvbuf))
         return execute(self, self._paths, OPERATIONS["Iallgatherv"], (sendbuf, recvbuf), stream)
 
     def Ialltoall(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Alltoall."""
         if plain(sendbuf) and plain(recvbuf):
-            return MPI.Comm.Ialltoall(self, sendbuf, recvbuf)
+            try:
+                return _Ialltoall(self, sendbuf, recvbuf)
+            except UNSERVED as error:
+                unserved(error, self, "Ialltoall", (sendbuf, recvbuf))
         return execute(self, self._paths, OPERATIONS["Ialltoall"], (sendbuf, recvbuf), stream)
 
     def Ialltoallv(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Alltoallv."""
         if plain(sendbuf) and plain(recvbuf):
-            return MPI.Comm.Ialltoallv(self, sendbuf, recvbuf)
+            try:
+                return _Ialltoallv(self, sendbuf, recvbuf)
+            except UNSERVED as error:
+                unserved(error, self, "Ialltoallv", (sendbuf, recvbuf))
         return execute(self, self._paths, OPERATIONS["Ialltoallv"], (sendbuf, recvbuf), stream)
 
     def Ialltoallw(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Alltoallw."""
         if plain(sendbuf) and plain(recvbuf):
-            return MPI.Comm.Ialltoallw(self, sendbuf, recvbuf)
+            try:
+                return _Ialltoallw(self, sendbuf, recvbuf)
+            except UNSERVED as error:
+                unserved(error, self, "Ialltoallw", (sendbuf, recvbuf))
         return execute(self, self._paths, OPERATIONS["Ialltoallw"], (sendbuf, recvbuf), stream)
 
     def Ireduce(
         self, sendbuf: Spec, recvbuf: Spec, op: MPI.Op = MPI.SUM, root: int = 0, *, stream: Stream = None
     ) -> MPI.Request:
         """Nonblocking Reduce."""
-        if number(sendbuf) and number(recvbuf):
-            return MPI.Comm.Ireduce(self, sendbuf, recvbuf, op, root)
+        if reducible(sendbuf, recvbuf):
+            try:
+                return _Ireduce(self, sendbuf, recvbuf, op, root)
+            except UNSERVED as error:
+                unserved(error, self, "Ireduce", (sendbuf, recvbuf, op, root))
         return execute(self, self._paths, OPERATIONS["Ireduce"], (sendbuf, recvbuf, op, root), stream)
 
     def Iallreduce(
         self, sendbuf: Spec, recvbuf: Spec, op: MPI.Op = MPI.SUM, *, stream: Stream = None
     ) -> MPI.Request:
         """Nonblocking Allreduce."""
-        if number(sendbuf) and number(recvbuf):
-            return MPI.Comm.Iallreduce(self, sendbuf, recvbuf, op)
+        if reducible(sendbuf, recvbuf):
+            try:
+                return _Iallreduce(self, sendbuf, recvbuf, op)
+            except UNSERVED as error:
+                unserved(error, self, "Iallreduce", (sendbuf, recvbuf, op))
         return execute(self, self._paths, OPERATIONS["Iallreduce"], (sendbuf, recvbuf, op), stream)
 
     def Ireduce_scatter_block(
         self, sendbuf: Spec, recvbuf: Spec, op: MPI.Op = MPI.SUM, *, stream: Stream = None
     ) -> MPI.Request:
         """Nonblocking Reduce_scatter_block."""
-        if number(sendbuf) and number(recvbuf):
-            return MPI.Comm.Ireduce_scatter_block(self, sendbuf, recvbuf, op)
+        if reducible(sendbuf, recvbuf):
+            try:
+                return _Ireduce_scatter_block(self, sendbuf, recvbuf, op)
+            except UNSERVED as error:
+                unserved(error, self, "Ireduce_scatter_block", (sendbuf, recvbuf, op))
         return execute(self, self._paths, OPERATIONS["Ireduce_scatter_block"], (sendbuf, recvbuf, op), stream)
 
     def Ireduce_scatter(
@@ -121,8 +181,11 @@ class NonblockingCollectives(_Comm):
         stream: Stream = None,
     ) -> MPI.Request:
         """Nonblocking Reduce_scatter."""
-        if number(sendbuf) and number(recvbuf):
-            return MPI.Comm.Ireduce_scatter(self, sendbuf, recvbuf, recvcounts, op)
+        if reducible(sendbuf, recvbuf):
+            try:
+                return _Ireduce_scatter(self, sendbuf, recvbuf, recvcounts, op)
+            except UNSERVED as error:
+                unserved(error, self, "Ireduce_scatter", (sendbuf, recvbuf, recvcounts, op))
         return execute(
             self, self._paths, OPERATIONS["Ireduce_scatter"], (sendbuf, recvbuf, recvcounts, op), stream
         )
@@ -137,14 +200,20 @@ class NonblockingScans(_Intracomm):
         self, sendbuf: Spec, recvbuf: Spec, op: MPI.Op = MPI.SUM, *, stream: Stream = None
     ) -> MPI.Request:
         """Nonblocking Scan."""
-        if number(sendbuf) and number(recvbuf):
-            return MPI.Intracomm.Iscan(self, sendbuf, recvbuf, op)
+        if reducible(sendbuf, recvbuf):
+            try:
+                return _Iscan(self, sendbuf, recvbuf, op)
+            except UNSERVED as error:
+                unserved(error, self, "Iscan", (sendbuf, recvbuf, op))
         return execute(self, self._paths, OPERATIONS["Iscan"], (sendbuf, recvbuf, op), stream)
 
     def Iexscan(
         self, sendbuf: Spec, recvbuf: Spec, op: MPI.Op = MPI.SUM, *, stream: Stream = None
     ) -> MPI.Request:
         """Nonblocking Exscan."""
-        if number(sendbuf) and number(recvbuf):
-            return MPI.Intracomm.Iexscan(self, sendbuf, recvbuf, op)
+        if reducible(sendbuf, recvbuf):
+            try:
+                return _Iexscan(self, sendbuf, recvbuf, op)
+            except UNSERVED as error:
+                unserved(error, self, "Iexscan", (sendbuf, recvbuf, op))
         return execute(self, self._paths, OPERATIONS["Iexscan"], (sendbuf, recvbuf, op), stream)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mpi4py import MPI
+from numpy import ndarray
 
+from gdcomm.arguments import UNSERVED, unserved
 from gdcomm.execution import execute, plain
 from gdcomm.operations import OPERATIONS
 
@@ -20,6 +22,28 @@ Spec: TypeAlias = Any  # a buffer argument as mpi4py takes it, or a device array
 Stream: TypeAlias = Any  # None, or anything with __cuda_stream__, .ptr or .cuda_stream
 
 
+# Bound once: a method call then costs little more than mpi4py's own.
+_Bsend = MPI.Comm.Bsend
+_Bsend_init = MPI.Comm.Bsend_init
+_Ibsend = MPI.Comm.Ibsend
+_Irecv = MPI.Comm.Irecv
+_Irsend = MPI.Comm.Irsend
+_Isend = MPI.Comm.Isend
+_Isendrecv = MPI.Comm.Isendrecv
+_Isendrecv_replace = MPI.Comm.Isendrecv_replace
+_Issend = MPI.Comm.Issend
+_Recv = MPI.Comm.Recv
+_Recv_init = MPI.Comm.Recv_init
+_Rsend = MPI.Comm.Rsend
+_Rsend_init = MPI.Comm.Rsend_init
+_Send = MPI.Comm.Send
+_Send_init = MPI.Comm.Send_init
+_Sendrecv = MPI.Comm.Sendrecv
+_Sendrecv_replace = MPI.Comm.Sendrecv_replace
+_Ssend = MPI.Comm.Ssend
+_Ssend_init = MPI.Comm.Ssend_init
+
+
 class PointToPoint(_Comm):
     """Send, receive, and both; device arrays in place of host ones."""
 
@@ -27,31 +51,39 @@ class PointToPoint(_Comm):
 
     def Send(self, buf: Spec, dest: int, tag: int = 0, *, stream: Stream = None) -> None:
         """Send; returns when the array may be overwritten."""
-        if plain(buf):
-            MPI.Comm.Send(self, buf, dest, tag)
-        else:
-            execute(self, self._paths, OPERATIONS["Send"], (buf, dest, tag), stream)
+        if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous):
+            try:
+                return _Send(self, buf, dest, tag)
+            except UNSERVED as error:
+                unserved(error, self, "Send", (buf, dest, tag))
+        execute(self, self._paths, OPERATIONS["Send"], (buf, dest, tag), stream)
 
     def Bsend(self, buf: Spec, dest: int, tag: int = 0, *, stream: Stream = None) -> None:
         """Send in buffered mode."""
-        if plain(buf):
-            MPI.Comm.Bsend(self, buf, dest, tag)
-        else:
-            execute(self, self._paths, OPERATIONS["Bsend"], (buf, dest, tag), stream)
+        if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous):
+            try:
+                return _Bsend(self, buf, dest, tag)
+            except UNSERVED as error:
+                unserved(error, self, "Bsend", (buf, dest, tag))
+        execute(self, self._paths, OPERATIONS["Bsend"], (buf, dest, tag), stream)
 
     def Ssend(self, buf: Spec, dest: int, tag: int = 0, *, stream: Stream = None) -> None:
         """Send in synchronous mode: returns once the receive has started."""
-        if plain(buf):
-            MPI.Comm.Ssend(self, buf, dest, tag)
-        else:
-            execute(self, self._paths, OPERATIONS["Ssend"], (buf, dest, tag), stream)
+        if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous):
+            try:
+                return _Ssend(self, buf, dest, tag)
+            except UNSERVED as error:
+                unserved(error, self, "Ssend", (buf, dest, tag))
+        execute(self, self._paths, OPERATIONS["Ssend"], (buf, dest, tag), stream)
 
     def Rsend(self, buf: Spec, dest: int, tag: int = 0, *, stream: Stream = None) -> None:
         """Send in ready mode: the receive must be posted."""
-        if plain(buf):
-            MPI.Comm.Rsend(self, buf, dest, tag)
-        else:
-            execute(self, self._paths, OPERATIONS["Rsend"], (buf, dest, tag), stream)
+        if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous):
+            try:
+                return _Rsend(self, buf, dest, tag)
+            except UNSERVED as error:
+                unserved(error, self, "Rsend", (buf, dest, tag))
+        execute(self, self._paths, OPERATIONS["Rsend"], (buf, dest, tag), stream)
 
     def Recv(
         self,
@@ -63,10 +95,12 @@ class PointToPoint(_Comm):
         stream: Stream = None,
     ) -> None:
         """Receive; a message may be shorter than the array, never longer."""
-        if plain(buf):
-            MPI.Comm.Recv(self, buf, source, tag, status)
-        else:
-            execute(self, self._paths, OPERATIONS["Recv"], (buf, source, tag, status), stream)
+        if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous):
+            try:
+                return _Recv(self, buf, source, tag, status)
+            except UNSERVED as error:
+                unserved(error, self, "Recv", (buf, source, tag, status))
+        execute(self, self._paths, OPERATIONS["Recv"], (buf, source, tag, status), stream)
 
     def Sendrecv(
         self,
@@ -82,11 +116,13 @@ class PointToPoint(_Comm):
     ) -> None:
         """Send and receive at once, without deadlock."""
         if plain(sendbuf) and plain(recvbuf):
-            MPI.Comm.Sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
-        else:
-            execute(
-                self, self._paths, OPERATIONS["Sendrecv"], (sendbuf, dest, sendtag, recvbuf, source, recvtag, status), stream
-            )
+            try:
+                return _Sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
+            except UNSERVED as error:
+                unserved(error, self, "Sendrecv", (sendbuf, dest, sendtag, recvbuf, source, recvtag, status))
+        execute(
+            self, self._paths, OPERATIONS["Sendrecv"], (sendbuf, dest, sendtag, recvbuf, source, recvtag, status), stream
+        )
 
     def Sendrecv_replace(
         self,
@@ -100,43 +136,60 @@ class PointToPoint(_Comm):
         stream: Stream = None,
     ) -> None:
         """Send an array and receive into the same one."""
-        if plain(buf):
-            MPI.Comm.Sendrecv_replace(self, buf, dest, sendtag, source, recvtag, status)
-        else:
-            execute(
-                self, self._paths, OPERATIONS["Sendrecv_replace"], (buf, dest, sendtag, source, recvtag, status), stream
-            )
+        if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous):
+            try:
+                return _Sendrecv_replace(self, buf, dest, sendtag, source, recvtag, status)
+            except UNSERVED as error:
+                unserved(error, self, "Sendrecv_replace", (buf, dest, sendtag, source, recvtag, status))
+        execute(
+            self, self._paths, OPERATIONS["Sendrecv_replace"], (buf, dest, sendtag, source, recvtag, status), stream
+        )
 
     def Isend(self, buf: Spec, dest: int, tag: int = 0, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Send."""
-        if plain(buf):
-            return MPI.Comm.Isend(self, buf, dest, tag)
+        if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous):
+            try:
+                return _Isend(self, buf, dest, tag)
+            except UNSERVED as error:
+                unserved(error, self, "Isend", (buf, dest, tag))
         return execute(self, self._paths, OPERATIONS["Isend"], (buf, dest, tag), stream)
 
     def Ibsend(self, buf: Spec, dest: int, tag: int = 0, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Bsend."""
-        if plain(buf):
-            return MPI.Comm.Ibsend(self, buf, dest, tag)
+        if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous):
+            try:
+                return _Ibsend(self, buf, dest, tag)
+            except UNSERVED as error:
+                unserved(error, self, "Ibsend", (buf, dest, tag))
         return execute(self, self._paths, OPERATIONS["Ibsend"], (buf, dest, tag), stream)
 
     def Issend(self, buf: Spec, dest: int, tag: int = 0, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Ssend."""
-        if plain(buf):
-            return MPI.Comm.Issend(self, buf, dest, tag)
+        if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous):
+            try:
+                return _Issend(self, buf, dest, tag)
+            except UNSERVED as error:
+                unserved(error, self, "Issend", (buf, dest, tag))
         return execute(self, self._paths, OPERATIONS["Issend"], (buf, dest, tag), stream)
 
     def Irsend(self, buf: Spec, dest: int, tag: int = 0, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Rsend."""
-        if plain(buf):
-            return MPI.Comm.Irsend(self, buf, dest, tag)
+        if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous):
+            try:
+                return _Irsend(self, buf, dest, tag)
+            except UNSERVED as error:
+                unserved(error, self, "Irsend", (buf, dest, tag))
         return execute(self, self._paths, OPERATIONS["Irsend"], (buf, dest, tag), stream)
 
     def Irecv(
         self, buf: Spec, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, *, stream: Stream = None
     ) -> MPI.Request:
         """Nonblocking Recv."""
-        if plain(buf):
-            return MPI.Comm.Irecv(self, buf, source, tag)
+        if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous):
+            try:
+                return _Irecv(self, buf, source, tag)
+            except UNSERVED as error:
+                unserved(error, self, "Irecv", (buf, source, tag))
         return execute(self, self._paths, OPERATIONS["Irecv"], (buf, source, tag), stream)
 
     def Isendrecv(
@@ -152,7 +205,10 @@ class PointToPoint(_Comm):
     ) -> MPI.Request:
         """Nonblocking Sendrecv."""
         if plain(sendbuf) and plain(recvbuf):
-            return MPI.Comm.Isendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag)
+            try:
+                return _Isendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag)
+            except UNSERVED as error:
+                unserved(error, self, "Isendrecv", (sendbuf, dest, sendtag, recvbuf, source, recvtag))
         return execute(
             self, self._paths, OPERATIONS["Isendrecv"], (sendbuf, dest, sendtag, recvbuf, source, recvtag), stream
         )
@@ -168,40 +224,58 @@ class PointToPoint(_Comm):
         stream: Stream = None,
     ) -> MPI.Request:
         """Nonblocking Sendrecv_replace."""
-        if plain(buf):
-            return MPI.Comm.Isendrecv_replace(self, buf, dest, sendtag, source, recvtag)
+        if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous):
+            try:
+                return _Isendrecv_replace(self, buf, dest, sendtag, source, recvtag)
+            except UNSERVED as error:
+                unserved(error, self, "Isendrecv_replace", (buf, dest, sendtag, source, recvtag))
         return execute(
             self, self._paths, OPERATIONS["Isendrecv_replace"], (buf, dest, sendtag, source, recvtag), stream
         )
 
     def Send_init(self, buf: Spec, dest: int, tag: int = 0, *, stream: Stream = None) -> MPI.Prequest:
         """Persistent Send; start it by Start."""
-        if plain(buf):
-            return MPI.Comm.Send_init(self, buf, dest, tag)
+        if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous):
+            try:
+                return _Send_init(self, buf, dest, tag)
+            except UNSERVED as error:
+                unserved(error, self, "Send_init", (buf, dest, tag))
         return execute(self, self._paths, OPERATIONS["Send_init"], (buf, dest, tag), stream)
 
     def Bsend_init(self, buf: Spec, dest: int, tag: int = 0, *, stream: Stream = None) -> MPI.Prequest:
         """Persistent Bsend; start it by Start."""
-        if plain(buf):
-            return MPI.Comm.Bsend_init(self, buf, dest, tag)
+        if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous):
+            try:
+                return _Bsend_init(self, buf, dest, tag)
+            except UNSERVED as error:
+                unserved(error, self, "Bsend_init", (buf, dest, tag))
         return execute(self, self._paths, OPERATIONS["Bsend_init"], (buf, dest, tag), stream)
 
     def Ssend_init(self, buf: Spec, dest: int, tag: int = 0, *, stream: Stream = None) -> MPI.Prequest:
         """Persistent Ssend; start it by Start."""
-        if plain(buf):
-            return MPI.Comm.Ssend_init(self, buf, dest, tag)
+        if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous):
+            try:
+                return _Ssend_init(self, buf, dest, tag)
+            except UNSERVED as error:
+                unserved(error, self, "Ssend_init", (buf, dest, tag))
         return execute(self, self._paths, OPERATIONS["Ssend_init"], (buf, dest, tag), stream)
 
     def Rsend_init(self, buf: Spec, dest: int, tag: int = 0, *, stream: Stream = None) -> MPI.Prequest:
         """Persistent Rsend; start it by Start."""
-        if plain(buf):
-            return MPI.Comm.Rsend_init(self, buf, dest, tag)
+        if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous):
+            try:
+                return _Rsend_init(self, buf, dest, tag)
+            except UNSERVED as error:
+                unserved(error, self, "Rsend_init", (buf, dest, tag))
         return execute(self, self._paths, OPERATIONS["Rsend_init"], (buf, dest, tag), stream)
 
     def Recv_init(
         self, buf: Spec, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, *, stream: Stream = None
     ) -> MPI.Prequest:
         """Persistent Recv; start it by Start."""
-        if plain(buf):
-            return MPI.Comm.Recv_init(self, buf, source, tag)
+        if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous):
+            try:
+                return _Recv_init(self, buf, source, tag)
+            except UNSERVED as error:
+                unserved(error, self, "Recv_init", (buf, source, tag))
         return execute(self, self._paths, OPERATIONS["Recv_init"], (buf, source, tag), stream)

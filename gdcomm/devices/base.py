@@ -120,3 +120,6 @@ class Device(ABC):
     @abstractmethod
     def pinned(self, nbytes: int) -> np.ndarray:
         """Allocate page-locked host memory as a uint8 array (uninitialised; blocks)."""
+
+    def poison(self, block: np.ndarray) -> None:  # noqa: B027 - a hook: only the emulated device acts
+        """Spoil memory that nobody may read any more (emulated device only)."""

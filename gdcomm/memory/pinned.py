@@ -1,0 +1,139 @@
+"""A pool of page-locked memory. A lease ends when its event is done, not when a function returns."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from gdcomm.devices.base import Device, Event
+from gdcomm.errors import ClosedError
+
+__all__ = ["Lease", "PinnedPool", "size_class"]
+
+_SMALLEST = 4096
+_STEPS = 8  # size classes in an octave: at most 12.5 % of a block is unused
+
+
+def size_class(nbytes: int) -> int:
+    """The size of the block that serves `nbytes`: at least 4 KiB, at most 12.5 % larger than asked."""
+    if nbytes <= _SMALLEST:
+        return _SMALLEST
+    step = max(_SMALLEST, (1 << ((nbytes - 1).bit_length() - 1)) // _STEPS)
+    return -(-nbytes // step) * step
+
+
+class Lease:
+    """Page-locked memory on loan. Release it with the event of the last copy that uses it.
+
+    A lease that is dropped without a release takes its block out of the pool: nobody can
+    know whether a copy still uses it.
+    """
+
+    __slots__ = ("_block", "_pool", "array")
+
+    def __init__(self, pool: PinnedPool, block: np.ndarray[Any, Any], nbytes: int) -> None:
+        self._pool = pool
+        self._block: np.ndarray[Any, Any] | None = block
+        self.array = block[:nbytes]
+
+    @property
+    def released(self) -> bool:
+        """Whether the lease has ended for its holder."""
+        return self._block is None
+
+    def release(self, event: Event | None = None) -> None:
+        """Give the memory back; it is used again once `event` is done (at once if None). Never blocks."""
+        block, self._block = self._block, None
+        if block is None:
+            raise ClosedError("this lease was released already; a block can be given back once")
+        self._pool._take_back(block, event)
+
+
+class PinnedPool:
+    """Pinned blocks of one device by size class. Thread-safe.
+
+    Args:
+        device: allocates the blocks.
+        idle_limit: bytes of unused blocks kept for later; beyond it the oldest are dropped.
+    """
+
+    def __init__(self, device: Device, idle_limit: int = 256 << 20) -> None:
+        self._device = device
+        self._idle_limit = idle_limit
+        self._lock = threading.Lock()
+        self._idle: deque[np.ndarray[Any, Any]] = deque()  # oldest first
+        self._idle_bytes = 0
+        self._pending: list[tuple[Event, np.ndarray[Any, Any]]] = []
+        self._leased_bytes = 0
+        self._hits = self._misses = 0
+
+    def lease(self, nbytes: int) -> Lease:
+        """Lend `nbytes` of page-locked memory (uninitialised); allocates if no block is free."""
+        size = size_class(nbytes)
+        with self._lock:
+            self._sweep()
+            block = self._pick(size)
+            self._leased_bytes += size
+            if block is None:
+                self._misses += 1
+            else:
+                self._hits += 1
+        if block is None:
+            block = self._device.pinned(size)
+        return Lease(self, block, nbytes)
+
+    def stats(self) -> dict[str, int]:
+        """Bytes leased, idle and pending (given back, copy not yet done), and pool hits and misses."""
+        with self._lock:
+            self._sweep()
+            return {
+                "leased": self._leased_bytes,
+                "idle": self._idle_bytes,
+                "pending": sum(block.nbytes for _, block in self._pending),
+                "hits": self._hits,
+                "misses": self._misses,
+            }
+
+    def trim(self) -> None:
+        """Drop all idle blocks."""
+        with self._lock:
+            self._sweep()
+            self._idle.clear()
+            self._idle_bytes = 0
+
+    def _pick(self, size: int) -> np.ndarray[Any, Any] | None:
+        for index in range(len(self._idle) - 1, -1, -1):  # the newest is the warmest
+            if self._idle[index].nbytes == size:
+                block = self._idle[index]
+                del self._idle[index]
+                self._idle_bytes -= size
+                return block
+        return None
+
+    def _take_back(self, block: np.ndarray[Any, Any], event: Event | None) -> None:
+        with self._lock:
+            self._leased_bytes -= block.nbytes
+            if event is None:
+                self._keep(block)
+            else:
+                self._pending.append((event, block))
+            self._sweep()
+
+    def _sweep(self) -> None:
+        waiting = []
+        for event, block in self._pending:
+            if event.query():
+                self._keep(block)
+            else:
+                waiting.append((event, block))
+        self._pending = waiting
+
+    def _keep(self, block: np.ndarray[Any, Any]) -> None:
+        self._device.poison(block)
+        self._idle.append(block)
+        self._idle_bytes += block.nbytes
+        while self._idle_bytes > self._idle_limit:
+            self._idle_bytes -= self._idle.popleft().nbytes

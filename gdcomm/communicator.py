@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 else:  # a mixin: the communicator class brings the MPI base
     _Comm = object
 
+_PREDEFINED = {"COMM_WORLD": MPI.COMM_WORLD, "COMM_SELF": MPI.COMM_SELF}
+
 _C = TypeVar("_C", bound=MPI.Comm)
 
 
@@ -80,13 +82,13 @@ class _Derives(_Comm):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # After an error other ranks may not arrive at a collective Free: leave it to them.
-        if kind is None and self not in (MPI.COMM_NULL, MPI.COMM_WORLD, MPI.COMM_SELF):
+        if kind is None and self not in (MPI.COMM_NULL, *_PREDEFINED.values()):
             self.Free()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self in (MPI.COMM_WORLD, MPI.COMM_SELF):
-            base = MPI.COMM_WORLD if self == MPI.COMM_WORLD else MPI.COMM_SELF
-            return _unpickle, (base, self._paths)
+        for name, known in _PREDEFINED.items():
+            if self == known:
+                return _unpickle, (name, self._paths)
         return super().__reduce__()  # type: ignore[return-value]
 
     def _wrap(self, comm: Any) -> Any:
@@ -164,7 +166,7 @@ class Communicator(
     def __new__(cls, comm: MPI.Intracomm | None = None, *, path: str = "auto") -> Any:
         # mpi4py itself calls this without arguments and then sets the handle (Dup, Clone).
         # Named, not super(): CPython wants the first C base here, also in the topology classes.
-        return MPI.Intracomm.__new__(cls, MPI.COMM_WORLD if comm is None else comm)
+        return MPI.Intracomm.__new__(cls, _PREDEFINED["COMM_WORLD"] if comm is None else comm)
 
     def __init__(self, comm: MPI.Intracomm | None = None, *, path: str = "auto") -> None:
         asked = path_from_environment(path)
@@ -256,5 +258,5 @@ def wrap(comm: Any, paths: Paths) -> Any:
     return comm
 
 
-def _unpickle(comm: MPI.Intracomm, paths: Paths) -> Any:
-    return wrap(comm, paths)
+def _unpickle(name: str, paths: Paths) -> Any:
+    return wrap(_PREDEFINED[name], paths)

@@ -17,7 +17,7 @@ from numpy import ndarray
 from gdcomm import devices, large
 from gdcomm.arguments import explain
 from gdcomm.devices.base import Buffer, Event
-from gdcomm.errors import BufferSpecError
+from gdcomm.errors import BufferSpecError, NoPathError
 from gdcomm.memory.pinned import PinnedPool
 from gdcomm.operations import BLOCKING, PERSISTENT, Operation
 from gdcomm.paths import choose
@@ -31,7 +31,7 @@ from gdcomm.transports.staged import StagedSide
 if TYPE_CHECKING:
     from gdcomm.paths import Paths
 
-__all__ = ["execute", "plain", "reducible"]
+__all__ = ["execute", "plain", "reducible", "refuse_device"]
 
 _HOST_TYPES = frozenset(
     (ndarray, bytes, bytearray, memoryview, stdarray, type(None), type(MPI.IN_PLACE), type(MPI.BOTTOM))
@@ -60,6 +60,17 @@ def reducible(sendbuf: Any, recvbuf: Any) -> bool:
     if not (type(array) is ndarray and 0 < array.dtype.num < 17 and (array.ndim < 2 or array.flags.c_contiguous)):
         return False
     return plain(sendbuf if array is recvbuf else recvbuf)
+
+
+def refuse_device(name: str, spec: Any) -> None:
+    """Raise if a buffer argument is device memory, which `name` can't carry.
+
+    Raises:
+        NoPathError: always for device memory.
+    """
+    array, _ = split_spec(spec)
+    if type(array) not in _HOST_TYPES and devices.find(array) is not None:
+        raise NoPathError(f"{name}: buf is a device array, and there is no path for it; give a host array")
 
 
 def pool_of(device: devices.Device) -> PinnedPool:
@@ -151,7 +162,7 @@ def _status(plan: Plan) -> MPI.Status | None:
 
 
 def _plan(comm: Any, paths: Paths, operation: Operation, arguments: list[Any], stream: Any) -> Plan:
-    plan = Plan(operation, arguments)
+    plan = Plan(operation, arguments, counted=operation.counted)
     in_place = any(
         position >= 0 and _is_in_place(arguments[position]) for position in (operation.send, operation.recv)
     )
@@ -162,7 +173,6 @@ def _plan(comm: Any, paths: Paths, operation: Operation, arguments: list[Any], s
             _add_side(plan, paths, position, in_place, stream, buffers, dtypes, comm)
     if operation.op >= 0:
         _replace_op(plan, dtypes)
-    plan.counted = operation.group == "p2p" and (operation.recv >= 0)
     plan.keep = (tuple(arguments), buffers)
     return plan
 
@@ -206,15 +216,14 @@ def _add_side(
         transport, _ = choose(paths.path, operation.group, operation.form, operation.name, paths.can)
         if operation.name.startswith(("Bcast", "Ibcast")) and comm.Get_rank() != plan.arguments[operation.root]:
             reads = False
-        # With explicit counts MPI may leave gaps: the mirror must hold what is there already.
-        whole = not rest and not operation.partial
         if transport == "mpi" and buffer.contiguous:
             side = DirectSide(buffer, rest, reads, writes)
         else:
-            keeps = reads or (writes and not whole and not (operation.group == "p2p" and not rest))
-            side = StagedSide(pool_of(buffer.device), buffer, rest, keeps, writes)
-            if rest and operation.group == "p2p" and writes:
-                plan.counted = False
+            if rest:  # a derived datatype may leave gaps that a byte count does not show
+                plan.counted = plan.counted and not writes
+            # Where MPI may leave gaps, the mirror must hold what is there already.
+            gaps = writes and (bool(rest) or operation.partial) and not (operation.counted and not rest)
+            side = StagedSide(pool_of(buffer.device), buffer, rest, reads or gaps, writes)
     if side is not None:
         plan.sides.append(side)
         if writes:
@@ -232,7 +241,8 @@ def _check(operation: Operation, position: int, buffer: Buffer, writes: bool) ->
 
 
 def _is_in_place(spec: Any) -> bool:
-    return isinstance(spec, type(MPI.IN_PLACE)) and spec is MPI.IN_PLACE
+    """None means in place too (where it does not mean "not the root")."""
+    return spec is None or (type(spec) is type(MPI.IN_PLACE) and spec == MPI.IN_PLACE)
 
 
 def _replace_op(plan: Plan, dtypes: list[np.dtype[Any]]) -> None:

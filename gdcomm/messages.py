@@ -1,4 +1,4 @@
-"""Matched probes: the message handle receives into device arrays too."""
+"""Matched probes, whose message handle receives into device arrays too; partitioned communication."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
-from gdcomm.execution import execute, plain
+from gdcomm.execution import execute, plain, refuse_device
 from gdcomm.operations import BLOCKING, REQUEST, Operation
 from gdcomm.paths import Paths
 
@@ -17,8 +17,8 @@ else:  # a mixin: the communicator class brings the MPI base
 
 __all__ = ["Matching", "Message"]
 
-_RECV = Operation("Message.Recv", MPI.Message.Recv, "p2p", BLOCKING, recv=0, status=1, partial=True)
-_IRECV = Operation("Message.Irecv", MPI.Message.Irecv, "p2p", REQUEST, recv=0, partial=True)
+_RECV = Operation("Message.Recv", MPI.Message.Recv, "p2p", BLOCKING, recv=0, status=1, partial=True, counted=True)
+_IRECV = Operation("Message.Irecv", MPI.Message.Irecv, "p2p", REQUEST, recv=0, partial=True, counted=True)
 
 
 class Message(MPI.Message):
@@ -41,9 +41,28 @@ class Message(MPI.Message):
 
 
 class Matching(_Comm):
-    """Matched probes of a communicator."""
+    """Matched probes, and partitioned communication, of a communicator."""
 
     _paths: Paths
+
+    def Psend_init(
+        self, buf: Any, partitions: int, dest: int, tag: int = 0, info: MPI.Info = MPI.INFO_NULL
+    ) -> MPI.Prequest:
+        """Partitioned send; host arrays only."""
+        refuse_device("Psend_init", buf)
+        return super().Psend_init(buf, partitions, dest, tag, info)
+
+    def Precv_init(
+        self,
+        buf: Any,
+        partitions: int,
+        source: int = MPI.ANY_SOURCE,
+        tag: int = MPI.ANY_TAG,
+        info: MPI.Info = MPI.INFO_NULL,
+    ) -> MPI.Prequest:
+        """Partitioned receive; host arrays only."""
+        refuse_device("Precv_init", buf)
+        return super().Precv_init(buf, partitions, source, tag, info)
 
     def _message(self, found: MPI.Message) -> Message:
         message = Message(found)

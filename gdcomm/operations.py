@@ -31,6 +31,8 @@ class Operation:
         root: position of the root rank (-1: none); `root_side` is the buffer that only the root has.
         partial: the receive buffer may be written in part only, even as a plain array.
         status: position of the status argument (-1: none).
+        counted: the status tells how many bytes were written. (Not so for Isendrecv: MPICH's
+            may count the sent ones.)
     """
 
     name: str
@@ -45,6 +47,7 @@ class Operation:
     root_side: str = ""
     partial: bool = False
     status: int = -1
+    counted: bool = False
 
 
 OPERATIONS: dict[str, Operation] = {}
@@ -66,10 +69,10 @@ for _mode in ("", "b", "s", "r"):
     _add(MPI.Comm, (_mode + "send").capitalize(), "p2p", BLOCKING, send=0)
     _add(MPI.Comm, "I" + _mode + "send", "p2p", REQUEST, send=0)
     _add(MPI.Comm, (_mode + "send_init").capitalize(), "p2p", PERSISTENT, send=0)
-_add(MPI.Comm, "Recv", "p2p", BLOCKING, recv=0, status=3, partial=True)
-_add(MPI.Comm, "Irecv", "p2p", REQUEST, recv=0, partial=True)
-_add(MPI.Comm, "Recv_init", "p2p", PERSISTENT, recv=0, partial=True)
-_add(MPI.Comm, "Sendrecv", "p2p", BLOCKING, send=0, recv=3, status=6, partial=True)
+_add(MPI.Comm, "Recv", "p2p", BLOCKING, recv=0, status=3, partial=True, counted=True)
+_add(MPI.Comm, "Irecv", "p2p", REQUEST, recv=0, partial=True, counted=True)
+_add(MPI.Comm, "Recv_init", "p2p", PERSISTENT, recv=0, partial=True, counted=True)
+_add(MPI.Comm, "Sendrecv", "p2p", BLOCKING, send=0, recv=3, status=6, partial=True, counted=True)
 _add(MPI.Comm, "Isendrecv", "p2p", REQUEST, send=0, recv=3, partial=True)
 _add(MPI.Comm, "Sendrecv_replace", "p2p", BLOCKING, both=0, status=5)
 _add(MPI.Comm, "Isendrecv_replace", "p2p", REQUEST, both=0)

@@ -22,6 +22,7 @@ from gdcomm.devices.base import Event
 
 __all__ = ["Pending", "Prequest", "Request"]
 
+_MPIRequest = MPI.Request  # kept: a program may bind the name in mpi4py.MPI to ours
 End = Callable[[int | None], list[Event]]
 
 
@@ -214,7 +215,7 @@ class Request(_Driven, MPI.Request):
     def Waitall(cls, requests: Sequence[MPI.Request], statuses: list[MPI.Status] | None = None) -> Any:
         """Wait for all requests, gdcomm's and mpi4py's alike."""
         _drive_all(requests)
-        return MPI.Request.Waitall(requests, statuses)  # type: ignore[arg-type]
+        return _MPIRequest.Waitall(requests, statuses)  # type: ignore[arg-type]
 
     @classmethod
     def Waitany(cls, requests: Sequence[MPI.Request], status: MPI.Status | None = None) -> int:
@@ -229,13 +230,13 @@ class Request(_Driven, MPI.Request):
     def Testany(cls, requests: Sequence[MPI.Request], status: MPI.Status | None = None) -> tuple[int, bool]:
         """Test whether any request is complete."""
         progress.poll()
-        return MPI.Request.Testany(requests, status)  # type: ignore[arg-type]
+        return _MPIRequest.Testany(requests, status)  # type: ignore[arg-type]
 
     @classmethod
     def Testall(cls, requests: Sequence[MPI.Request], statuses: list[MPI.Status] | None = None) -> bool:
         """Test whether all requests are complete."""
         progress.poll()
-        return MPI.Request.Testall(requests, statuses)  # type: ignore[arg-type]
+        return _MPIRequest.Testall(requests, statuses)  # type: ignore[arg-type]
 
     @classmethod
     def Waitsome(
@@ -254,7 +255,7 @@ class Request(_Driven, MPI.Request):
     ) -> list[int] | None:
         """Return the indices of the requests that are complete."""
         progress.poll()
-        return MPI.Request.Testsome(requests, statuses)  # type: ignore[arg-type]
+        return _MPIRequest.Testsome(requests, statuses)  # type: ignore[arg-type]
 
 
 def start_request(pending: Pending) -> Request:
@@ -287,7 +288,7 @@ class Prequest(_Driven, MPI.Prequest):
 
     def __eq__(self, other: object) -> bool:
         # Between two starts there is no handle, yet the request is not null until it is freed.
-        if self._plan is not None and isinstance(other, MPI.Request):
+        if self._plan is not None and isinstance(other, _MPIRequest):
             return self is other
         return super().__eq__(other)
 
@@ -325,7 +326,7 @@ class Prequest(_Driven, MPI.Prequest):
             return
         inner, _, _, close = self._plan
         self._drive()
-        if self != MPI.REQUEST_NULL and MPI.Request.__ne__(self, MPI.REQUEST_NULL):
+        if self != MPI.REQUEST_NULL and _MPIRequest.__ne__(self, MPI.REQUEST_NULL):
             super().Wait()
         self._plan = None
         inner.Free()

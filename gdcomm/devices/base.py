@@ -37,8 +37,8 @@ class Buffer:
     """Immutable description of one device array; it never copies.
 
     Args:
-        ptr: address of the first element (of the lowest one if strides are negative: not so;
-            it is the element at index 0, as in the CUDA Array Interface).
+        ptr: address of the element at index 0, as in the CUDA Array Interface; with negative
+            strides it is not the lowest address.
         nbytes: bytes of the logical content (`size * itemsize`).
         dtype: NumPy dtype (ml_dtypes for bfloat16).
         shape: extent of each axis.

@@ -9,12 +9,14 @@ Arrays expose the CUDA Array Interface, so they take the same road through gdcom
 from __future__ import annotations
 
 import bisect
+import ctypes
 import itertools
 import random
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from gdcomm.errors import BufferSpecError
 __all__ = ["EmulatedArray", "EmulatedDevice", "EmulatedStream"]
 
 _Array = np.ndarray[Any, Any]
+_BASIC = (int, np.integer, slice, type(None), type(...))  # indices that give views
 
 
 class EmulatedStream:
@@ -51,13 +54,15 @@ class EmulatedStream:
         self._device.synchronize(self)
 
     def _push(self, work: Callable[[], None]) -> None:
-        self._queued += 1
-        self._queue.append((self._queued, work))
+        with self._device._lock:
+            self._queued += 1
+            self._queue.append((self._queued, work))
+            if self._device._random.random() < self._device.early:
+                self._run_to(self._queued)
 
     def _run_to(self, point: int) -> None:
         while self._done < point:
-            number, work = self._queue.popleft()
-            self._done = number
+            self._done, work = self._queue.popleft()
             work()
 
 
@@ -65,17 +70,15 @@ class EmulatedEvent:
     """The end of a stream at one moment. `query` runs nothing at first, so a poller must poll again."""
 
     def __init__(self, device: EmulatedDevice, stream: EmulatedStream, patience: int) -> None:
-        self._device, self._stream, self._point = device, stream, stream._queued
-        self._patience = patience
+        self._device, self._stream, self._point, self._patience = device, stream, stream._queued, patience
 
     def query(self) -> bool:
         with self._device._lock:
-            if self._stream._done >= self._point:
-                return True
-            self._patience -= 1
-            if self._patience >= 0:
-                return False
-            self._stream._run_to(self._point)
+            if self._stream._done < self._point:
+                self._patience -= 1
+                if self._patience >= 0:
+                    return False
+                self._stream._run_to(self._point)
             return True
 
     def synchronize(self) -> None:
@@ -99,11 +102,12 @@ class EmulatedArray:
     nbytes = property(lambda self: self._view.nbytes)
     ndim = property(lambda self: self._view.ndim)
     itemsize = property(lambda self: self._view.itemsize)
+    T = property(lambda self: self._like(self._view.T))
 
     @property
     def ptr(self) -> int:
-        """Address of the first element."""
-        return int(self._view.__array_interface__["data"][0])
+        """Address of the element at index 0."""
+        return self._view.ctypes.data
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -123,37 +127,70 @@ class EmulatedArray:
         return len(self._view)
 
     def __getitem__(self, key: Any) -> EmulatedArray:
-        view = self._view[key]
-        if not isinstance(view, np.ndarray):  # an element: a 0-d view
-            view = self._view[key if isinstance(key, tuple) else (key,)][..., None][..., 0]
-        return EmulatedArray(self._device, view, self._base)
+        keys = key if isinstance(key, tuple) else (key,)
+        if any(type(k) is bool or not isinstance(k, _BASIC) for k in keys):
+            raise TypeError(f"index {key!r} needs a copy; only integers, slices, None and ... give views")
+        # The ellipsis makes an element a 0-d view; without it NumPy would copy it to the host.
+        return self._like(self._view[keys if ... in keys else (*keys, ...)])
 
     def reshape(self, *shape: Any) -> EmulatedArray:
-        """A view of another shape."""
-        view = self._view.view()
-        view.shape = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
-        return EmulatedArray(self._device, view, self._base)
-
-    @property
-    def T(self) -> EmulatedArray:
-        """The transposed view."""
-        return EmulatedArray(self._device, self._view.T, self._base)
+        """A view of another shape; ValueError where that would need a copy."""
+        return self._like(self._view.reshape(*shape, copy=False))
 
     def readonly(self) -> EmulatedArray:
         """A view that says it must not be written."""
         view = self._view.view()
         view.flags.writeable = False
+        return self._like(view)
+
+    def _like(self, view: _Array) -> EmulatedArray:
         return EmulatedArray(self._device, view, self._base)
 
 
+class _Blocks:
+    """Which block of memory an address lies in."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._blocks: dict[int, tuple[int, _Array | None]] = {}
+        self._dead: deque[int] = deque()
+
+    def add(self, start: int, nbytes: int, memory: _Array | None = None) -> None:
+        self._reap()
+        bisect.insort(self._starts, start)
+        self._blocks[start] = (start + nbytes, memory)
+
+    def drop(self, start: int, memory: _Array | None = None) -> None:
+        """For finalizers, which may run inside `at`, and without a lock: only spoil and note the block."""
+        if memory is not None:
+            memory[...] = 0xDD
+        self._dead.append(start)
+
+    def at(self, address: int) -> tuple[int, _Array | None] | None:
+        """Start and memory of the live block around the address."""
+        self._reap()
+        index = bisect.bisect_right(self._starts, address) - 1
+        if index < 0:
+            return None
+        start = self._starts[index]
+        end, memory = self._blocks[start]
+        return (start, memory) if address < end else None
+
+    def _reap(self) -> None:
+        while self._dead:
+            start = self._dead.popleft()
+            del self._starts[bisect.bisect_left(self._starts, start)], self._blocks[start]
+
+
 class _Allocation:
-    """Owns a block of device memory; spoils it when the last array on it goes."""
+    """Owns device memory and spoils it when the last array goes; queued work does not keep it from that."""
 
     def __init__(self, device: EmulatedDevice, nbytes: int) -> None:
         self.memory = device._garbage(max(nbytes, 1))
-        self.start = int(self.memory.__array_interface__["data"][0])
-        device._add(self.start, self.memory.nbytes)
-        weakref.finalize(self, device._free, self.start, self.memory).atexit = False
+        start = self.memory.ctypes.data
+        with device._lock:
+            device._memory.add(start, self.memory.nbytes, self.memory)
+        weakref.finalize(self, device._memory.drop, start, self.memory).atexit = False
 
 
 class EmulatedDevice(Device):
@@ -161,29 +198,26 @@ class EmulatedDevice(Device):
 
     Args:
         seed: of the garbage and of the number of times that a query says "not yet".
+        early: probability that queued work runs at once; 0 is the longest possible delay.
     """
 
     kind = "emulated"
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, early: float = 0.0) -> None:
+        self.early = early
         self._lock = threading.RLock()
         self._random = random.Random(seed)
-        self._starts: list[int] = []
-        self._sizes: dict[int, int] = {}
+        self._memory, self._pinned = _Blocks(), _Blocks()
         self._numbers = itertools.count(1)
         self._streams: dict[int, EmulatedStream] = {}
         self._local = threading.local()
         self.default_stream = self.Stream()
-        self.stats = {"to_host": 0, "to_device": 0, "synchronize": 0}
-
-    # -- arrays, as a user has them -------------------------------------------------------
+        self.stats = dict.fromkeys(("to_host", "to_device", "pack", "unpack", "bytes", "synchronize"), 0)
 
     def empty(self, shape: Any, dtype: Any = np.float64, order: Any = "C") -> EmulatedArray:
         """New memory, full of garbage."""
-        dtype = np.dtype(dtype)
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        base = _Allocation(self, nbytes)
+        dtype, shape = np.dtype(dtype), tuple(shape) if np.iterable(shape) else (shape,)
+        base = _Allocation(self, int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
         return EmulatedArray(self, np.ndarray(shape, dtype, base.memory.data, order=order), base)
 
     def array(self, values: Any, stream: Any = None, order: Any = None) -> EmulatedArray:
@@ -194,9 +228,9 @@ class EmulatedDevice(Device):
         self.launch(stream, lambda view: np.copyto(view, values), made)
         return made
 
-    def zeros(self, shape: Any, dtype: Any = np.float64, stream: Any = None) -> EmulatedArray:
+    def zeros(self, shape: Any, dtype: Any = float, stream: Any = None, order: Any = "C") -> EmulatedArray:
         """Zeros, written by work queued on the stream."""
-        made = self.empty(shape, dtype)
+        made = self.empty(shape, dtype, order)
         self.fill(made, 0, stream)
         return made
 
@@ -207,16 +241,13 @@ class EmulatedDevice(Device):
     def launch(self, stream: Any, kernel: Callable[..., Any], *arrays: EmulatedArray) -> None:
         """Queue `kernel(*views)` on the stream."""
         views = [array._view for array in arrays]
-        with self._lock:
-            self.stream_of(stream)._push(lambda: kernel(*views))
+        self.stream_of(stream)._push(lambda: kernel(*views))
 
     def asnumpy(self, array: EmulatedArray, stream: Any = None) -> _Array:
         """A host copy; waits for this stream and no other."""
         with self._lock:
-            self.synchronize(self.stream_of(stream))
+            self.synchronize(stream)
             return array._view.copy()
-
-    # -- streams ----------------------------------------------------------------------------
 
     def Stream(self) -> EmulatedStream:
         """A new stream, ordered with no other."""
@@ -229,99 +260,85 @@ class EmulatedDevice(Device):
         return self._stack()[-1]
 
     def stream_of(self, stream: Any) -> EmulatedStream:
-        """The stream that `stream` means; None is the current one."""
+        """The stream that `stream` means; None is the current one, 0 the default one."""
         if stream is None:
             return self.current_stream()
-        if isinstance(stream, EmulatedStream):
-            return stream
         handle = stream.__cuda_stream__()[1] if hasattr(stream, "__cuda_stream__") else stream
         handle = getattr(handle, "ptr", getattr(handle, "cuda_stream", handle))
-        found = self._streams.get(handle) if isinstance(handle, int) else None
-        if found is None:
-            raise BufferSpecError(
-                f"stream: {stream!r} is no stream of the emulated device; give one of its Stream() objects"
-            )
+        found = self._streams.get(handle or 1) if isinstance(handle, int) else None
+        if found is None or (isinstance(stream, EmulatedStream) and found is not stream):
+            raise BufferSpecError(f"stream: {stream!r} is no stream of this device; use its Stream()")
         return found
 
     def wait_event(self, stream: Any, event: EmulatedEvent) -> None:
         """Queue a wait: later work of `stream` runs after `event`."""
-        with self._lock:
-            self.stream_of(stream)._push(lambda: event._stream._run_to(event._point))
+        self.stream_of(stream)._push(lambda: event._stream._run_to(event._point))
 
     def _stack(self) -> list[EmulatedStream]:
-        if not hasattr(self._local, "stack"):
-            self._local.stack = [self.default_stream]
-        return self._local.stack  # type: ignore[no-any-return]
-
-    # -- the Device interface -----------------------------------------------------------------
+        stack: list[EmulatedStream] = self._local.__dict__.setdefault("stack", [self.default_stream])
+        return stack
 
     def find(self, obj: Any, stream: Any = None) -> Buffer | None:
-        if isinstance(obj, EmulatedArray):
-            if obj._device is not self:
-                return None
-        elif not hasattr(obj, "__cuda_array_interface__"):
+        interface = getattr(obj, "__cuda_array_interface__", None)
+        ours = isinstance(obj, EmulatedArray) and obj._device is self  # also if it has no bytes
+        if interface is None or not (ours or self.owns(interface["data"][0])):
             return None
-        interface = obj.__cuda_array_interface__
         address, readonly = interface["data"]
-        if not isinstance(obj, EmulatedArray) and not self.owns(address):
-            return None
         dtype = np.dtype(interface["typestr"])
         own = getattr(obj, "dtype", None)
         if isinstance(own, np.dtype) and own.itemsize == dtype.itemsize:
             dtype = own  # bfloat16 and structured types have no type string
         shape = tuple(interface["shape"])
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        strides = interface.get("strides")
-        if strides is not None and (nbytes == 0 or _c_order(shape, strides, dtype.itemsize)):
-            strides = None
-        return Buffer(
-            address, nbytes, dtype, shape, strides, bool(readonly), self, self.stream_of(stream), obj
-        )
+        producer = interface.get("stream")  # the array's content is due on this stream
+        order = self.stream_of(producer if stream is None else stream)
+        if producer is not None and self.stream_of(producer) is not order:
+            self.wait_event(order, self.record(producer))
+        strides = interface.get("strides") if nbytes else None
+        strides = None if strides is None else tuple(strides)
+        buffer = Buffer(address, nbytes, dtype, shape, strides, bool(readonly), self, order, obj)
+        return replace(buffer, strides=None) if self._view(buffer).flags.c_contiguous else buffer
 
     def owns(self, address: int) -> bool:
         with self._lock:
-            index = bisect.bisect_right(self._starts, address) - 1
-            return index >= 0 and address < self._starts[index] + self._sizes[self._starts[index]]
+            return self._memory.at(address) is not None
+
+    def is_pinned(self, address: int) -> bool:
+        """Tell whether `address` is page-locked host memory of this device."""
+        with self._lock:
+            return self._pinned.at(address) is not None
 
     def to_host(self, dst: _Array, src: Buffer, offset: int = 0) -> None:
-        view, dtype = self._view(src), src.dtype
-
-        def copy() -> None:
-            dst[...] = _bytes(view)[offset : offset + dst.nbytes]
-
+        view, end = self._view(src), offset + dst.nbytes
         with self._lock:
-            self.stats["to_host"] += 1
-            src.stream._push(copy)
-        assert offset % dtype.itemsize == 0
+            self._copy("to_host", src, lambda: np.copyto(dst, _bytes(view)[offset:end]), offset, end)
+            if dst.nbytes and not self.is_pinned(dst.ctypes.data):
+                src.stream._run_to(src.stream._queued)  # as the driver does with pageable memory
 
     def to_device(self, dst: Buffer, src: _Array, offset: int = 0) -> None:
-        view, itemsize = self._view(dst), dst.dtype.itemsize
-        first, count = offset // itemsize, src.nbytes // itemsize
-
-        def copy() -> None:
-            if dst.contiguous:
-                _bytes(view)[offset : offset + src.nbytes] = src
-            else:
-                raw = view.view(f"V{itemsize}") if view.flags.c_contiguous else view
-                raw.flat[first : first + count] = src.view(raw.dtype)
-
-        with self._lock:
-            self.stats["to_device"] += 1
-            dst.stream._push(copy)
+        # The driver takes pageable memory at the call, pinned memory when the copy runs.
+        source = src if self.is_pinned(src.ctypes.data) else src.copy()
+        view = self._view(dst)
+        self._copy("to_device", dst, lambda: _write(view, source, offset), offset, offset + src.nbytes)
 
     def pack(self, src: Buffer) -> Buffer:
-        packed = self.empty(src.shape, src.dtype)
-        view, target = self._view(src), packed._view
-        with self._lock:
-            src.stream._push(lambda: np.copyto(target, view))
-        found = self.find(packed, src.stream)
-        assert found is not None
-        return found
+        packed = self.find(self.empty(src.shape, src.dtype), src.stream)
+        assert packed is not None
+        view, target = self._view(src), self._view(packed)
+        self._copy("pack", src, lambda: np.copyto(target, view), 0, src.nbytes)
+        return packed
 
     def unpack(self, dst: Buffer, packed: Buffer) -> None:
         view, source = self._view(dst), self._view(packed)
+        self._copy("unpack", dst, lambda: np.copyto(view, source), 0, dst.nbytes)
+
+    def _copy(self, name: str, buffer: Buffer, copy: Callable[[], None], start: int, end: int) -> None:
+        assert start % (buffer.dtype.itemsize or 1) == 0, "a piece starts at an element"
+        assert 0 <= start <= end <= buffer.nbytes, "a piece lies within the content"
         with self._lock:
-            dst.stream._push(lambda: np.copyto(view, source))
+            self.stats[name] += 1
+            self.stats["bytes"] += end - start
+            buffer.stream._push(copy)
 
     def record(self, stream: Any) -> EmulatedEvent:
         with self._lock:
@@ -334,49 +351,38 @@ class EmulatedDevice(Device):
             found._run_to(found._queued)
 
     def pinned(self, nbytes: int) -> _Array:
-        return self._garbage(nbytes)
+        block = self._garbage(max(nbytes, 1))
+        with self._lock:
+            self._pinned.add(block.ctypes.data, block.nbytes)
+        weakref.finalize(block.base, self._pinned.drop, block.ctypes.data).atexit = False
+        return block[:nbytes]
 
     def poison(self, block: _Array) -> None:
         block[...] = 0xDB
 
-    # -- memory -------------------------------------------------------------------------------
-
     def _view(self, buffer: Buffer) -> _Array:
-        """The array behind a description, made from its address as CUDA would."""
-        import ctypes
-
-        low = buffer.ptr
-        high = buffer.ptr + buffer.dtype.itemsize
+        """The elements behind a description, as raw bytes: made from its address as CUDA would."""
+        raw = np.dtype(f"V{buffer.dtype.itemsize}")
         if buffer.nbytes == 0:
-            return np.empty(buffer.shape, buffer.dtype)
-        strides = buffer.strides
-        if strides is None:
-            high = low + buffer.nbytes
-        else:
-            for extent, step in zip(buffer.shape, strides, strict=True):
-                low += min(0, (extent - 1) * step)
-                high += max(0, (extent - 1) * step)
-        memory = (ctypes.c_char * (high - low)).from_address(low)
-        view: _Array = np.ndarray(buffer.shape, buffer.dtype, memory, buffer.ptr - low, strides)
-        return view
+            return np.empty(buffer.shape, raw)
+        with self._lock:
+            block = self._memory.at(buffer.ptr)
+        if block is None:
+            raise BufferSpecError(f"address {buffer.ptr:#x} is no emulated device memory, or was freed")
+        start, memory = block
+        try:
+            return np.ndarray(buffer.shape, raw, memory, buffer.ptr - start, buffer.strides)
+        except (TypeError, ValueError) as error:
+            raise BufferSpecError(f"array {buffer} reaches beyond its memory block: {error}") from None
 
     def _garbage(self, nbytes: int) -> _Array:
-        block = np.empty(nbytes, np.uint8)
+        """Memory as allocated: aligned as CUDA's, and never usefully zero."""
+        block = np.empty(nbytes + 255, np.uint8)
+        block = block[-block.ctypes.data % 256 :][:nbytes]
         block[...] = 0xA5
         with self._lock:
             block[:: self._random.randrange(3, 9)] = self._random.randrange(1, 255)
         return block
-
-    def _add(self, start: int, nbytes: int) -> None:
-        with self._lock:
-            bisect.insort(self._starts, start)
-            self._sizes[start] = nbytes
-
-    def _free(self, start: int, memory: _Array) -> None:
-        with self._lock:
-            memory[...] = 0xDD
-            self._starts.remove(start)
-            del self._sizes[start]
 
 
 def _bytes(view: _Array) -> _Array:
@@ -384,10 +390,14 @@ def _bytes(view: _Array) -> _Array:
     return np.ascontiguousarray(view).reshape(-1).view(np.uint8)
 
 
-def _c_order(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    expected = itemsize
-    for extent, step in zip(reversed(shape), reversed(strides), strict=True):
-        if extent > 1 and step != expected:
-            return False
-        expected *= extent
-    return True
+def _write(view: _Array, source: _Array, offset: int) -> None:
+    """Write content bytes from `offset` on, and no others; a message may end within an element."""
+    if view.flags.c_contiguous:
+        _bytes(view)[offset : offset + source.nbytes] = source
+        return
+    first, whole = offset // view.itemsize, source.nbytes // view.itemsize
+    rest = source[whole * view.itemsize :]
+    view.flat[first : first + whole] = source[: whole * view.itemsize].view(view.dtype)
+    if rest.nbytes:
+        last = view[tuple(slice(i, i + 1) for i in np.unravel_index(first + whole, view.shape))]
+        last.reshape(1).view(np.uint8)[: rest.nbytes] = rest

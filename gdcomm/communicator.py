@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,6 +37,8 @@ else:  # a mixin: the communicator class brings the MPI base
     _Comm = object
 
 _PREDEFINED = {"COMM_WORLD": MPI.COMM_WORLD, "COMM_SELF": MPI.COMM_SELF}
+
+_pickled: weakref.WeakValueDictionary[tuple[str, Paths], Any] = weakref.WeakValueDictionary()
 
 _C = TypeVar("_C", bound=MPI.Comm)
 
@@ -88,6 +91,7 @@ class _Derives(_Comm):
     def __reduce__(self) -> tuple[Any, ...]:
         for name, known in _PREDEFINED.items():
             if self == known:
+                _pickled[name, self._paths] = self
                 return _unpickle, (name, self._paths)
         return super().__reduce__()  # type: ignore[return-value]
 
@@ -259,4 +263,6 @@ def wrap(comm: Any, paths: Paths) -> Any:
 
 
 def _unpickle(name: str, paths: Paths) -> Any:
-    return wrap(_PREDEFINED[name], paths)
+    """The very object where it lives, else one like it: as mpi4py's own COMM_WORLD."""
+    found = _pickled.get((name, paths))
+    return wrap(_PREDEFINED[name], paths) if found is None else found

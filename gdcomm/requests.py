@@ -44,6 +44,7 @@ class Pending:
         self._lock = threading.Lock()
         self._status = MPI.Status()
         self.cancelled = False
+        self._nbytes = 0
         self.error: BaseException | None = None
         self.done = False
         self.grequest = MPI.Grequest.Start(self._query, None, self._cancel)
@@ -65,8 +66,9 @@ class Pending:
                 if not self.inner.Test(self._status):
                     return
                 self.cancelled = self._status.Is_cancelled()
-                nbytes = 0 if self.cancelled else self._status.Get_elements(MPI.BYTE)
-                self._events = self._end(nbytes)
+                if not self.cancelled:  # a collective's status counts nothing: it may read "undefined"
+                    self._nbytes = max(0, self._status.Get_elements(MPI.BYTE))
+                self._events = self._end(self._nbytes)
             if not all(event.query() for event in self._events):
                 return
         except BaseException as error:  # handed to whoever waits, never lost in a thread
@@ -79,12 +81,12 @@ class Pending:
         except BaseException as error:
             self.error = self.error or error
         self._keep = self._end = self._close = None  # type: ignore[assignment]
-        self.done = True
         self.grequest.Complete()
+        self.done = True  # last: whoever sees it may complete the handle
 
     def _query(self, status: MPI.Status) -> None:
         status.source, status.tag = self._status.source, self._status.tag
-        status.Set_elements(MPI.BYTE, 0 if self.cancelled else self._status.Get_elements(MPI.BYTE))
+        status.Set_elements(MPI.BYTE, self._nbytes)
         status.Set_cancelled(self.cancelled)
         if isinstance(self.error, MPI.Exception):
             raise MPI.Exception(self.error.Get_error_code())

@@ -23,7 +23,7 @@ def installed() -> list[Device]:
     return [*_installed, *(d for d in _cuda_state if d is not None)]
 
 
-def cuda() -> Device | None:
+def cuda_device() -> Device | None:
     """The CUDA device door, loaded on first use; None when CuPy or a GPU is missing."""
     if not _cuda_state:
         try:
@@ -43,7 +43,7 @@ def find(obj: Any, stream: Any = None) -> Buffer | None:
             return buffer
     if not _looks_cuda(obj):
         return None
-    device = cuda()
+    device = cuda_device()
     return None if device is None else device.find(obj, stream)
 
 

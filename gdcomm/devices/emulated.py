@@ -9,7 +9,6 @@ Arrays expose the CUDA Array Interface, so they take the same road through gdcom
 from __future__ import annotations
 
 import bisect
-import ctypes
 import itertools
 import random
 import threading
@@ -34,15 +33,14 @@ class EmulatedStream:
     """A queue of work. Use it as a context manager to make it the thread's current stream."""
 
     def __init__(self, device: EmulatedDevice, number: int) -> None:
-        self._device = device
-        self.ptr = number
+        self._device, self.ptr = device, number
         self._queue: deque[tuple[int, Callable[[], None]]] = deque()
         self._queued = self._done = 0
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return (0, self.ptr)
 
-    def __enter__(self) -> EmulatedStream:
+    def __enter__(self) -> EmulatedStream:  # noqa: PYI034 - typing.Self needs Python 3.11
         self._device._stack().append(self)
         return self
 
@@ -135,7 +133,10 @@ class EmulatedArray:
 
     def reshape(self, *shape: Any) -> EmulatedArray:
         """A view of another shape; ValueError where that would need a copy."""
-        return self._like(self._view.reshape(*shape, copy=False))
+        view = self._view.reshape(*shape)
+        if view.size and not np.may_share_memory(view, self._view):
+            raise ValueError(f"{self.shape} with strides {self.strides} as {shape} needs a copy")
+        return self._like(view)
 
     def readonly(self) -> EmulatedArray:
         """A view that says it must not be written."""
@@ -170,10 +171,8 @@ class _Blocks:
         """Start and memory of the live block around the address."""
         self._reap()
         index = bisect.bisect_right(self._starts, address) - 1
-        if index < 0:
-            return None
-        start = self._starts[index]
-        end, memory = self._blocks[start]
+        start = self._starts[index] if index >= 0 else 0
+        end, memory = self._blocks.get(start, (0, None))
         return (start, memory) if address < end else None
 
     def _reap(self) -> None:
@@ -294,9 +293,8 @@ class EmulatedDevice(Device):
         order = self.stream_of(producer if stream is None else stream)
         if producer is not None and self.stream_of(producer) is not order:
             self.wait_event(order, self.record(producer))
-        strides = interface.get("strides") if nbytes else None
-        strides = None if strides is None else tuple(strides)
-        buffer = Buffer(address, nbytes, dtype, shape, strides, bool(readonly), self, order, obj)
+        strides = tuple(interface.get("strides") or ()) if nbytes and shape else ()
+        buffer = Buffer(address, nbytes, dtype, shape, strides or None, bool(readonly), self, order, obj)
         return replace(buffer, strides=None) if self._view(buffer).flags.c_contiguous else buffer
 
     def owns(self, address: int) -> bool:
@@ -347,8 +345,7 @@ class EmulatedDevice(Device):
     def synchronize(self, stream: Any) -> None:
         with self._lock:
             self.stats["synchronize"] += 1
-            found = self.stream_of(stream)
-            found._run_to(found._queued)
+            EmulatedEvent(self, self.stream_of(stream), 0).query()
 
     def pinned(self, nbytes: int) -> _Array:
         block = self._garbage(max(nbytes, 1))

@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 
 from gdcomm.devices.base import Device, Event
-from gdcomm.errors import ClosedError
+from gdcomm.errors import BufferSpecError, ClosedError
 
 __all__ = ["Lease", "PinnedPool", "size_class"]
 
 _SMALLEST = 4096
-_STEPS = 8  # size classes in an octave: at most 12.5 % of a block is unused
+_STEPS = 8  # size classes in an octave: a block is at most 12.5 % larger than asked
 
 
 def size_class(nbytes: int) -> int:
-    """The size of the block that serves `nbytes`: at least 4 KiB, at most 12.5 % larger than asked."""
+    """The size of the block that serves `nbytes`: at least 4 KiB, else at most 12.5 % larger."""
     if nbytes <= _SMALLEST:
         return _SMALLEST
-    step = max(_SMALLEST, (1 << ((nbytes - 1).bit_length() - 1)) // _STEPS)
+    step = (1 << ((nbytes - 1).bit_length() - 1)) // _STEPS
     return -(-nbytes // step) * step
 
 
@@ -32,10 +32,11 @@ class Lease:
     know whether a copy still uses it.
     """
 
-    __slots__ = ("_block", "_pool", "array")
+    __slots__ = ("_block", "_lost", "_pool", "array")
 
     def __init__(self, pool: PinnedPool, block: np.ndarray[Any, Any], nbytes: int) -> None:
         self._pool = pool
+        self._lost = pool._lost
         self._block: np.ndarray[Any, Any] | None = block
         self.array = block[:nbytes]
 
@@ -45,11 +46,21 @@ class Lease:
         return self._block is None
 
     def release(self, event: Event | None = None) -> None:
-        """Give the memory back; it is used again once `event` is done (at once if None). Never blocks."""
-        block, self._block = self._block, None
-        if block is None:
-            raise ClosedError("this lease was released already; a block can be given back once")
-        self._pool._take_back(block, event)
+        """Give the memory back; it is used again once `event` is done (at once if None). Never blocks.
+
+        Raises:
+            ClosedError: the lease was released before.
+        """
+        with self._pool._lock:
+            block, self._block = self._block, None
+            if block is None:
+                raise ClosedError("this lease was released already; a block can be given back once")
+            self._pool._take_back(block, event)
+
+    def __del__(self) -> None:
+        block = getattr(self, "_block", None)
+        if block is not None:
+            self._lost.append(block.nbytes)  # no lock: the collector may run inside the pool
 
 
 class PinnedPool:
@@ -63,26 +74,33 @@ class PinnedPool:
     def __init__(self, device: Device, idle_limit: int = 256 << 20) -> None:
         self._device = device
         self._idle_limit = idle_limit
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._idle: deque[np.ndarray[Any, Any]] = deque()  # oldest first
         self._idle_bytes = 0
         self._pending: list[tuple[Event, np.ndarray[Any, Any]]] = []
         self._leased_bytes = 0
+        self._lost: deque[int] = deque()  # sizes of blocks whose leases were dropped unreleased
         self._hits = self._misses = 0
 
     def lease(self, nbytes: int) -> Lease:
         """Lend `nbytes` of page-locked memory (uninitialised); allocates if no block is free."""
+        if nbytes < 0:
+            raise BufferSpecError(f"nbytes: {nbytes} is negative")
         size = size_class(nbytes)
         with self._lock:
             self._sweep()
             block = self._pick(size)
-            self._leased_bytes += size
             if block is None:
                 self._misses += 1
             else:
                 self._hits += 1
+                self._leased_bytes += size
         if block is None:
-            block = self._device.pinned(size)
+            block = self._device.pinned(size)  # may take long: without the lock
+            with self._lock:
+                self._leased_bytes += size
+        else:
+            self._device.poison(block)  # a late copy may have written to it since it came back
         return Lease(self, block, nbytes)
 
     def stats(self) -> dict[str, int]:
@@ -114,22 +132,29 @@ class PinnedPool:
         return None
 
     def _take_back(self, block: np.ndarray[Any, Any], event: Event | None) -> None:
-        with self._lock:
-            self._leased_bytes -= block.nbytes
-            if event is None:
+        self._leased_bytes -= block.nbytes
+        if event is None:
+            self._keep(block)
+        else:
+            self._pending.append((event, block))
+        self._sweep()
+
+    def _sweep(self) -> None:
+        while self._lost:
+            self._leased_bytes -= self._lost.popleft()
+        pending, self._pending = self._pending, []
+        while pending:
+            event, block = pending.pop(0)
+            try:
+                done = event.query()
+            except BaseException:
+                # The device is in error: nobody knows about this block, so it is dropped.
+                self._pending += pending
+                raise
+            if done:
                 self._keep(block)
             else:
                 self._pending.append((event, block))
-            self._sweep()
-
-    def _sweep(self) -> None:
-        waiting = []
-        for event, block in self._pending:
-            if event.query():
-                self._keep(block)
-            else:
-                waiting.append((event, block))
-        self._pending = waiting
 
     def _keep(self, block: np.ndarray[Any, Any]) -> None:
         self._device.poison(block)

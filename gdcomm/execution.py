@@ -121,8 +121,9 @@ def execute(comm: Any, paths: Paths, operation: Operation, arguments: tuple[Any,
     Returns:
         What mpi4py's method returns: None, a Request or a Prequest.
     """
-    plan = _plan(comm, paths, operation, list(arguments), stream)
+    plan = Plan(operation, list(arguments), counted=operation.counted)
     try:
+        _fill(plan, comm, paths, stream)
         return _call(comm, plan)
     except MPI.Exception as error:
         plan.close()
@@ -161,8 +162,9 @@ def _status(plan: Plan) -> MPI.Status | None:
     return status
 
 
-def _plan(comm: Any, paths: Paths, operation: Operation, arguments: list[Any], stream: Any) -> Plan:
-    plan = Plan(operation, arguments, counted=operation.counted)
+def _fill(plan: Plan, comm: Any, paths: Paths, stream: Any) -> None:
+    """Describe the buffers, choose their path, and put what MPI is to see in their place."""
+    operation, arguments = plan.operation, plan.arguments
     in_place = any(
         position >= 0 and _is_in_place(arguments[position]) for position in (operation.send, operation.recv)
     )
@@ -174,7 +176,6 @@ def _plan(comm: Any, paths: Paths, operation: Operation, arguments: list[Any], s
     if operation.op >= 0:
         _replace_op(plan, dtypes)
     plan.keep = (tuple(arguments), buffers)
-    return plan
 
 
 def _insignificant(comm: Any, operation: Operation, position: int, arguments: list[Any]) -> bool:
@@ -214,8 +215,9 @@ def _add_side(
         buffers.append(buffer)
         _check(operation, position, buffer, writes)
         transport, _ = choose(paths.path, operation.group, operation.form, operation.name, paths.can)
-        if operation.name.startswith(("Bcast", "Ibcast")) and comm.Get_rank() != plan.arguments[operation.root]:
-            reads = False
+        if operation.both >= 0 and operation.root >= 0:  # Bcast: only the root's content is read
+            root = plan.arguments[operation.root]
+            reads = root == (MPI.ROOT if comm.Is_inter() else comm.Get_rank())
         if transport == "mpi" and buffer.contiguous:
             side = DirectSide(buffer, rest, reads, writes)
         else:

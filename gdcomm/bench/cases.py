@@ -1,0 +1,204 @@
+"""What is measured: buffers, call, expected values and bus-bandwidth factor of each operation.
+
+Sizes follow nccl-tests: the bytes of the larger of a rank's two buffers, and the factor turns algorithm
+bandwidth into the bandwidth that the busiest link must carry (its doc/PERFORMANCE.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+__all__ = ["CASES", "Case", "HostArrays"]
+
+
+class HostArrays:
+    """NumPy arrays; the device kinds have the same four methods."""
+
+    def make(self, values: np.ndarray) -> Any:
+        """An array with these values."""
+        return values.copy()
+
+    def read(self, array: Any) -> np.ndarray:
+        """Its values, as NumPy."""
+        return np.asarray(array)
+
+    def spoil(self, array: Any) -> None:
+        """Fill with a value that no correct result has."""
+        array.fill(_spoilt(array.dtype))
+
+    def finish(self) -> None:
+        """Wait for work queued on the current stream."""
+
+
+class EmulatedArrays(HostArrays):
+    """The emulated device's."""
+
+    def __init__(self) -> None:
+        import gdcomm.testing
+
+        self._device = gdcomm.testing.emulate()
+
+    def make(self, values: np.ndarray) -> Any:
+        return self._device.array(values)
+
+    def read(self, array: Any) -> np.ndarray:
+        return self._device.asnumpy(array)
+
+    def spoil(self, array: Any) -> None:
+        self._device.fill(array, _spoilt(array.dtype))
+
+    def finish(self) -> None:
+        self._device.synchronize(self._device.current_stream())
+
+
+class CupyArrays(HostArrays):
+    """CuPy's."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        self._cupy = cupy
+
+    def make(self, values: np.ndarray) -> Any:
+        return self._cupy.asarray(values)
+
+    def read(self, array: Any) -> np.ndarray:
+        return self._cupy.asnumpy(array)  # type: ignore[no-any-return]
+
+    def finish(self) -> None:
+        self._cupy.cuda.get_current_stream().synchronize()
+
+
+class NaiveArrays:
+    """A communicator as people write it by hand: whole copies through pageable memory, nothing else."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+
+    def __getattr__(self, name: str) -> Any:
+        import cupy
+
+        method = getattr(self._comm, name)
+
+        def call(*arguments: Any) -> None:
+            host = [cupy.asnumpy(a) if isinstance(a, cupy.ndarray) else a for a in arguments]
+            method(*host)
+            for array, copy in zip(arguments, host, strict=True):
+                if isinstance(array, cupy.ndarray):
+                    array.set(copy)
+
+        return call
+
+
+def _spoilt(dtype: Any) -> Any:
+    return np.dtype(dtype).type(113)
+
+
+@dataclass
+class Case:
+    """One operation at one size on one communicator."""
+
+    call: Callable[[], Any]
+    result: Any  # the array to check, or None where this rank gets nothing
+    expected: np.ndarray | None
+    nbytes: int
+    factor: float
+
+
+def _values(rank: int, count: int, dtype: Any) -> np.ndarray:
+    """Values that differ by place and rank and stay small, so that sums are exact."""
+    return ((np.arange(count) * 3 + rank * 5) % 11 + 1).astype(dtype)
+
+
+def _reduced(size: int, count: int, dtype: Any, upto: int | None = None) -> np.ndarray:
+    total = np.zeros(count, np.float64)
+    for rank in range(size if upto is None else upto + 1):
+        total += _values(rank, count, np.float64)
+    return total.astype(dtype)
+
+
+def _simple(name: str, rooted: bool = False) -> Callable[..., Case]:
+    """Reductions of whole arrays."""
+
+    def build(comm: Any, plain: Any, arrays: Any, nbytes: int, dtype: Any) -> Case:
+        n, rank = plain.Get_size(), plain.Get_rank()
+        count = max(1, nbytes // np.dtype(dtype).itemsize)
+        x, y = arrays.make(_values(rank, count, dtype)), arrays.make(np.zeros(count, dtype))
+        method = getattr(comm, name)
+        call = (lambda: method(x, y, MPI.SUM, 0)) if rooted else (lambda: method(x, y, MPI.SUM))
+        mine = not rooted or rank == 0
+        expected = _reduced(n, count, dtype, rank if name == "Scan" else None) if mine else None
+        factor = 2 * (n - 1) / n if name == "Allreduce" else 1.0
+        return Case(call, y, expected, count * np.dtype(dtype).itemsize, factor)
+
+    return build
+
+
+def _bcast(comm: Any, plain: Any, arrays: Any, nbytes: int, dtype: Any) -> Case:
+    count = max(1, nbytes // np.dtype(dtype).itemsize)
+    rank = plain.Get_rank()
+    x = arrays.make(_values(0, count, dtype))
+    expected = _values(0, count, dtype) if rank else None
+    return Case(lambda: comm.Bcast(x, 0), x, expected, count * np.dtype(dtype).itemsize, 1.0)
+
+
+def _blocks(name: str) -> Callable[..., Case]:
+    """Operations on one block a rank."""
+
+    def build(comm: Any, plain: Any, arrays: Any, nbytes: int, dtype: Any) -> Case:
+        n, rank = plain.Get_size(), plain.Get_rank()
+        block = max(1, nbytes // np.dtype(dtype).itemsize // n)
+        whole = block * n
+        gathered = np.concatenate([_values(r, block, dtype) for r in range(n)])
+        total = _reduced(n, whole, dtype)
+        swapped = np.concatenate([_values(r, whole, dtype)[rank * block : (rank + 1) * block] for r in range(n)])
+        scattered = _values(0, whole, dtype)[rank * block : (rank + 1) * block]
+        send, receive, expected = {
+            "Allgather": (block, whole, gathered),
+            "Gather": (block, whole, gathered if rank == 0 else None),
+            "Scatter": (whole, block, scattered),
+            "Alltoall": (whole, whole, swapped),
+            "Reduce_scatter_block": (whole, block, total[rank * block : (rank + 1) * block]),
+        }[name]
+        x, y = arrays.make(_values(rank, send, dtype)), arrays.make(np.zeros(receive, dtype))
+        method = getattr(comm, name)
+        return Case(lambda: method(x, y), y, expected, whole * np.dtype(dtype).itemsize, (n - 1) / n)
+
+    return build
+
+
+def _p2p(comm: Any, plain: Any, arrays: Any, nbytes: int, dtype: Any) -> Case:
+    """Ping-pong of ranks 0 and 1; the time is that of one way, half a round trip."""
+    count = max(1, nbytes // np.dtype(dtype).itemsize)
+    rank = plain.Get_rank()
+    x, y = arrays.make(_values(rank, count, dtype)), arrays.make(np.zeros(count, dtype))
+
+    def call() -> None:
+        if rank == 0:
+            comm.Send(x, 1)
+            comm.Recv(y, 1)
+        elif rank == 1:
+            comm.Recv(y, 0)
+            comm.Send(x, 0)
+
+    expected = _values(1 - rank, count, dtype) if rank < 2 else None
+    return Case(call, y, expected, count * np.dtype(dtype).itemsize, 1.0)
+
+
+CASES: dict[str, Callable[..., Case]] = {
+    "p2p": _p2p,
+    "bcast": _bcast,
+    "reduce": _simple("Reduce", rooted=True),
+    "allreduce": _simple("Allreduce"),
+    "scan": _simple("Scan"),
+    "allgather": _blocks("Allgather"),
+    "gather": _blocks("Gather"),
+    "scatter": _blocks("Scatter"),
+    "alltoall": _blocks("Alltoall"),
+    "reduce_scatter": _blocks("Reduce_scatter_block"),
+}

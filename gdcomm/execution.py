@@ -184,7 +184,7 @@ def _insignificant(comm: Any, operation: Operation, position: int, arguments: li
     if position != side or comm.Get_rank() == arguments[operation.root] or comm.Is_inter():
         return False
     array, _ = split_spec(arguments[position])
-    if array is not None and not type(array) in _HOST_TYPES:
+    if array is not None and type(array) not in _HOST_TYPES:
         arguments[position] = None
     return True
 

@@ -81,7 +81,7 @@ def _name_of(op: MPI.Op) -> str:
 
 
 def _elementwise(ufunc: np.ufunc, dtype: np.dtype[Any]) -> Callable[[Any, Any, Any], None]:
-    def reduce(invec: MPI.buffer, inoutvec: MPI.buffer, _datatype: MPI.Datatype) -> None:
+    def reduce(invec: Any, inoutvec: Any, _datatype: MPI.Datatype) -> None:
         left = np.frombuffer(invec, dtype)
         right = np.frombuffer(inoutvec, dtype)
         # float32 holds every product and sum of two halves before the one rounding. Overflow gives

@@ -180,11 +180,11 @@ class _Driven:
             if pending.error is not None:
                 raise pending.error
 
-    def Wait(self, status: MPI.Status | None = None) -> bool:
+    def Wait(self, status: MPI.Status | None = None) -> Any:
         """Wait until the operation is complete and its data is in place."""
         self._drive()
         try:
-            return bool(super().Wait(status))  # type: ignore[misc]
+            return super().Wait(status)  # type: ignore[misc]
         finally:
             self._check()
 
@@ -210,7 +210,7 @@ def _drive_all(requests: Sequence[MPI.Request]) -> None:
             request._drive()
 
 
-class Request(_Driven, MPI.Request):
+class Request(_Driven, MPI.Request):  # type: ignore[misc]
     """A request whose completion includes copies to and from the device."""
 
     @classmethod
@@ -269,7 +269,7 @@ def start_request(pending: Pending) -> Request:
     return request
 
 
-class Prequest(_Driven, MPI.Prequest):
+class Prequest(_Driven, MPI.Prequest):  # type: ignore[misc]
     """A persistent request on device memory. Start it by `Start` or `gdcomm.Prequest.Startall`.
 
     Args:

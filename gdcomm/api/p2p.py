@@ -121,7 +121,11 @@ class PointToPoint(_Comm):
             except UNSERVED as error:
                 unserved(error, self, "Sendrecv", (sendbuf, dest, sendtag, recvbuf, source, recvtag, status))
         execute(
-            self, self._paths, OPERATIONS["Sendrecv"], (sendbuf, dest, sendtag, recvbuf, source, recvtag, status), stream
+            self,
+            self._paths,
+            OPERATIONS["Sendrecv"],
+            (sendbuf, dest, sendtag, recvbuf, source, recvtag, status),
+            stream,
         )
 
     def Sendrecv_replace(
@@ -246,7 +250,7 @@ class PointToPoint(_Comm):
         """Persistent Bsend; start it by Start."""
         if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous):
             try:
-                return _Bsend_init(self, buf, dest, tag)
+                return _Bsend_init(self, buf, dest, tag)  # type: ignore[return-value]
             except UNSERVED as error:
                 unserved(error, self, "Bsend_init", (buf, dest, tag))
         return execute(self, self._paths, OPERATIONS["Bsend_init"], (buf, dest, tag), stream)
@@ -255,7 +259,7 @@ class PointToPoint(_Comm):
         """Persistent Ssend; start it by Start."""
         if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous):
             try:
-                return _Ssend_init(self, buf, dest, tag)
+                return _Ssend_init(self, buf, dest, tag)  # type: ignore[return-value]
             except UNSERVED as error:
                 unserved(error, self, "Ssend_init", (buf, dest, tag))
         return execute(self, self._paths, OPERATIONS["Ssend_init"], (buf, dest, tag), stream)
@@ -264,7 +268,7 @@ class PointToPoint(_Comm):
         """Persistent Rsend; start it by Start."""
         if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous):
             try:
-                return _Rsend_init(self, buf, dest, tag)
+                return _Rsend_init(self, buf, dest, tag)  # type: ignore[return-value]
             except UNSERVED as error:
                 unserved(error, self, "Rsend_init", (buf, dest, tag))
         return execute(self, self._paths, OPERATIONS["Rsend_init"], (buf, dest, tag), stream)

@@ -43,8 +43,8 @@ def find(obj: Any, stream: Any = None) -> Buffer | None:
             return buffer
     if not _looks_cuda(obj):
         return None
-    device = cuda_device()
-    return None if device is None else device.find(obj, stream)
+    cuda = cuda_device()
+    return None if cuda is None else cuda.find(obj, stream)
 
 
 def _looks_cuda(obj: Any) -> bool:

@@ -216,7 +216,7 @@ class CudaDevice(Device):
         if not nbytes:
             return np.empty(0, np.uint8)
         pointer = runtime.hostAlloc(nbytes, 0)  # not CuPy's pool: it rounds up to powers of two
-        block = (ctypes.c_ubyte * nbytes).from_address(pointer)
+        block: Any = (ctypes.c_ubyte * nbytes).from_address(pointer)
         weakref.finalize(block, runtime.freeHost, pointer).atexit = False  # the driver frees it at exit
         return np.frombuffer(block, np.uint8)
 

@@ -23,7 +23,7 @@ class DirectSide:
     def __init__(self, buffer: Buffer, rest: tuple[Any, ...], reads: bool, writes: bool) -> None:
         self._buffer = buffer
         # NumPy only carries address, length and dtype to mpi4py: nobody reads through it.
-        memory = MPI.buffer.fromaddress(buffer.ptr, buffer.nbytes)
+        memory: Any = MPI.buffer.fromaddress(buffer.ptr, buffer.nbytes)
         view = np.frombuffer(memory, buffer.dtype) if buffer.nbytes else np.empty(0, buffer.dtype)
         spec = [view, *rest] if rest else view
         self._inner = host_side(spec, reads, writes)  # dtypes that MPI lacks: another view, no copy

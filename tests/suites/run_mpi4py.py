@@ -1,6 +1,6 @@
 """Run mpi4py's own test suite with a gdcomm Communicator in place of COMM_WORLD and COMM_SELF.
 
-    mpirun -n 2 python tests/suites/run_mpi4py.py --source DIR [--array numpy|emulated|cupy|raw] [--path PATH] MODULE ...
+    mpirun -n 2 python tests/suites/run_mpi4py.py --source DIR --array numpy|emulated|cupy|raw [--path PATH] MODULE ...
 
 `--array raw` runs the suite untouched: the baseline. `emulated` and `cupy` add (and keep only) that kind of
 array, and lift the skips that mpi4py makes for GPU arrays on Open MPI. The sources are mpi4py's sdist
@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 from mpi4py import MPI
-
 
 DEVICE_KINDS = ("emulated", "cupy")
 NOT_OURS = [

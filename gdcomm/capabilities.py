@@ -18,7 +18,7 @@ from gdcomm.paths import Capabilities
 
 __all__ = ["local_capabilities"]
 
-ALL = frozenset({"p2p", "move", "reduce", "nonblocking"})
+ALL = frozenset({"p2p", "copy", "move", "reduce", "nonblocking"})
 VARIABLE = "GDCOMM_MPI_DEVICE_OPS"
 
 
@@ -55,7 +55,8 @@ def _probed() -> Capabilities:
             groups = {"p2p", "move", "reduce"} if version >= (5, 0, 0) else {"p2p"}
             return Capabilities(frozenset(groups), "Open MPI reports CUDA support")
         if os.environ.get("OMPI_MCA_pml") == "ucx" and any("libuct_cuda" in path for path in maps):
-            # Send/Recv go through UCX, which reads device memory; collectives dereference it.
+            # Send/Recv go through UCX, which reads device memory; collectives, buffered sends and
+            # Sendrecv_replace copy it with the CPU (seen: SIGSEGV).
             return Capabilities(frozenset({"p2p"}), "Open MPI without CUDA over a UCX with CUDA (pml ucx)")
         return Capabilities(frozenset(), "Open MPI reports no CUDA support")
     if vendor == "MPICH":

@@ -75,7 +75,7 @@ class _Derives(_Comm):
         kind = "device array" if buffer is None else f"{buffer.device.kind} array of {buffer.nbytes} bytes"
         transport, reason = choose(self._paths.path, found.group, found.form, operation, self._paths.can)
         if transport == "mpi" and buffer is not None and not buffer.contiguous:
-            transport, reason = "staged", "a strided array is packed on the device and staged"
+            transport, reason = "staged", "a strided array is packed on the device and staged; MPI would use the CPU"
         return f"{operation}: {kind} by {transport} ({reason})"
 
     def __enter__(self: _C) -> _C:

@@ -21,7 +21,7 @@ from gdcomm.errors import BufferSpecError, NoPathError
 from gdcomm.memory.pinned import PinnedPool
 from gdcomm.operations import BLOCKING, PERSISTENT, Operation
 from gdcomm.paths import choose
-from gdcomm.reductions import substitute
+from gdcomm.reductions import substitute, wire_dtype
 from gdcomm.requests import Pending, Prequest, start_request
 from gdcomm.transports.base import Side, split_spec
 from gdcomm.transports.host import host_side
@@ -218,7 +218,7 @@ def _add_side(
         if operation.both >= 0 and operation.root >= 0:  # Bcast: only the root's content is read
             root = plan.arguments[operation.root]
             reads = root == (MPI.ROOT if comm.Is_inter() else comm.Get_rank())
-        if transport == "mpi" and buffer.contiguous:
+        if transport == "mpi" and _dense(buffer, rest):
             side = DirectSide(buffer, rest, reads, writes)
         else:
             if rest:  # a derived datatype may leave gaps that a byte count does not show
@@ -231,6 +231,24 @@ def _add_side(
         if writes:
             plan.writers.append(side)
         plan.arguments[position] = side.spec
+
+
+def _dense(buffer: Buffer, rest: tuple[Any, ...]) -> bool:
+    """Whether MPI sees plain consecutive elements: it packs derived datatypes with the CPU."""
+    wire = wire_dtype(buffer.dtype)
+    return (
+        buffer.contiguous
+        and (wire is None or wire.itemsize == buffer.dtype.itemsize)
+        and all(_plain_item(item) for item in rest)
+    )
+
+
+def _plain_item(item: Any) -> bool:
+    if isinstance(item, MPI.Datatype):
+        return bool(item.is_predefined)
+    if isinstance(item, (list, tuple)):
+        return all(_plain_item(part) for part in item)
+    return True
 
 
 def _check(operation: Operation, position: int, buffer: Buffer, writes: bool) -> None:

@@ -24,7 +24,9 @@ class Operation:
     Args:
         name: method name.
         call: the mpi4py method that does it on host memory, unbound.
-        group: capability class: "p2p", "move" (collectives that only move bytes) or "reduce".
+        group: capability class: "p2p", "copy" (point-to-point in which MPI itself copies the buffer:
+            buffered sends and the replacing exchanges), "move" (collectives that only move bytes)
+            or "reduce".
         form: "blocking", "request" or "persistent".
         send, recv, both: positions of the buffers that are read, written, or both (-1: none).
         op: position of the reduction operator (-1: none).
@@ -66,16 +68,17 @@ def _family(name: str, group: str, owner: type = MPI.Comm, **fields: Any) -> Non
 
 
 for _mode in ("", "b", "s", "r"):
-    _add(MPI.Comm, (_mode + "send").capitalize(), "p2p", BLOCKING, send=0)
-    _add(MPI.Comm, "I" + _mode + "send", "p2p", REQUEST, send=0)
-    _add(MPI.Comm, (_mode + "send_init").capitalize(), "p2p", PERSISTENT, send=0)
+    _group = "copy" if _mode == "b" else "p2p"
+    _add(MPI.Comm, (_mode + "send").capitalize(), _group, BLOCKING, send=0)
+    _add(MPI.Comm, "I" + _mode + "send", _group, REQUEST, send=0)
+    _add(MPI.Comm, (_mode + "send_init").capitalize(), _group, PERSISTENT, send=0)
 _add(MPI.Comm, "Recv", "p2p", BLOCKING, recv=0, status=3, partial=True, counted=True)
 _add(MPI.Comm, "Irecv", "p2p", REQUEST, recv=0, partial=True, counted=True)
 _add(MPI.Comm, "Recv_init", "p2p", PERSISTENT, recv=0, partial=True, counted=True)
 _add(MPI.Comm, "Sendrecv", "p2p", BLOCKING, send=0, recv=3, status=6, partial=True, counted=True)
 _add(MPI.Comm, "Isendrecv", "p2p", REQUEST, send=0, recv=3, partial=True)
-_add(MPI.Comm, "Sendrecv_replace", "p2p", BLOCKING, both=0, status=5)
-_add(MPI.Comm, "Isendrecv_replace", "p2p", REQUEST, both=0)
+_add(MPI.Comm, "Sendrecv_replace", "copy", BLOCKING, both=0, status=5)
+_add(MPI.Comm, "Isendrecv_replace", "copy", REQUEST, both=0)
 
 _family("Bcast", "move", both=0, root=1)
 _family("Gather", "move", send=0, recv=1, root=2, root_side="recv")

@@ -22,8 +22,8 @@ class Capabilities:
     """What one rank's MPI can do with device memory.
 
     Args:
-        groups: operation groups that may be handed device pointers: "p2p", "move", "reduce"
-            (blocking collectives) and "nonblocking" (I- and persistent collectives).
+        groups: operation groups that may be handed device pointers: "p2p", "copy", "move", "reduce"
+            (see `operations.Operation`) and "nonblocking" (I- and persistent collectives).
         reason: where that knowledge comes from, in words.
     """
 
@@ -63,7 +63,7 @@ def choose(path: str, group: str, form: str, name: str, can: Capabilities) -> tu
     Raises:
         NoPathError: `path` demands what this MPI can't do.
     """
-    needs = {group} if group == "p2p" or form == "blocking" else {group, "nonblocking"}
+    needs = {group} if group in ("p2p", "copy") or form == "blocking" else {group, "nonblocking"}
     capable = needs <= can.groups
     if path == "host":
         raise NoPathError(

@@ -142,11 +142,11 @@ def main() -> int:
         if options.only in name:
             totals.run(name, command, timeout)
 
-    step("unit", [pythons["openmpi"], "-m", "pytest", "-q", "tests/unit"])
+    step("unit", [pythons["openmpi"], "-m", "pytest", "-q", "--color=no", "tests/unit"])
     for mpi, python in pythons.items():
         for ranks in (1, 2, 3, 4):
             # pytest-mpi, if it is there, would skip the whole folder for its name
-            tests = ["-m", "pytest", "-q", "-p", "no:pytest_mpi", "tests/mpi"]
+            tests = ["-m", "pytest", "-q", "--color=no", "-p", "no:pytest_mpi", "tests/mpi"]
             step(f"{mpi} tests/mpi, {ranks} ranks", [*mpirun(python, ranks), *tests])
     sources = suite_sources(pythons["openmpi"])
     if sources is None:

@@ -167,6 +167,9 @@ def main() -> None:
                 wrap_around(backend)
     arguments = [word for name in options.modules for word in ("-i", rf"\b{name}\b")]
     extra = ["--cupy"] if options.array == "cupy" else []
+    if options.array != "raw":
+        # mpi4py pickles its own COMM_WORLD by name, and the name is rebound here; tests/mpi pickles ours.
+        options.x.append("testPickle")
     if options.array in DEVICE_KINDS:
         options.x += NOT_OURS
     extra += [word for name in options.x for word in ("-x", name)] + (["-v"] if options.v else [])

@@ -131,10 +131,13 @@ def _in_turns(world: MPI.Intracomm, runs: dict[str, Any], seconds: float) -> dic
 def _time(
     world: MPI.Intracomm, calls: list[tuple[Callable[[], Any], Callable[[], Any]]], inner: int = 1, first: int = 0
 ) -> np.ndarray:
-    """Time each call once, beginning with another one each time: the first after a pause is slow."""
+    """Time each call once, beginning with another one each time and in turning direction.
+
+    A call that always followed the same slow one would look slower than it is.
+    """
     times = np.empty(len(calls))
     for turn in range(len(calls)):
-        i = (first + turn) % len(calls)
+        i = (first + (turn if first // len(calls) % 2 else -turn)) % len(calls)
         call, finish = calls[i]
         MPI.Intracomm.Barrier(world)
         start = time.perf_counter()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-__all__ = ["is_half", "substitute", "wire_dtype"]
+__all__ = ["substitute", "wire_dtype"]
 
 _UFUNCS: dict[str, np.ufunc] = {
     "SUM": np.add,
@@ -36,14 +36,14 @@ _BOOL = {
 _made: dict[tuple[str, str], MPI.Op] = {}
 
 
-def is_half(dtype: np.dtype[Any]) -> bool:
+def _is_half(dtype: np.dtype[Any]) -> bool:
     """Tell whether `dtype` is float16 or bfloat16."""
     return dtype.itemsize == 2 and (dtype.char == "e" or dtype.name == "bfloat16")
 
 
 def wire_dtype(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
     """The dtype under which MPI can move elements of `dtype`; None when it knows `dtype` itself."""
-    if is_half(dtype):
+    if _is_half(dtype):
         return np.dtype(np.uint16)
     if not dtype.isnative or dtype.hasobject:
         return None  # mpi4py refuses it with its own words
@@ -59,7 +59,7 @@ def substitute(dtype: np.dtype[Any], op: MPI.Op) -> MPI.Op | None:
     name = _name_of(op)
     if dtype.kind == "b":
         return _BOOL.get(name)
-    if not is_half(dtype) or name not in _UFUNCS:
+    if not _is_half(dtype) or name not in _UFUNCS:
         return None
     key = (dtype.name, name)
     if key not in _made:

@@ -13,6 +13,7 @@ from gdcomm import devices
 from gdcomm.api.collectives import Collectives, Scans
 from gdcomm.api.neighbors import Neighbors
 from gdcomm.api.nonblocking import NonblockingCollectives, NonblockingScans
+from gdcomm.api.objects import NeighborObjects, Objects
 from gdcomm.api.p2p import PointToPoint
 from gdcomm.api.persistent import PersistentCollectives, PersistentScans
 from gdcomm.capabilities import local_capabilities
@@ -140,6 +141,7 @@ class _Derives(_Comm):
 class Communicator(
     _Derives,
     Matching,
+    Objects,
     PointToPoint,
     Collectives,
     NonblockingCollectives,
@@ -212,7 +214,7 @@ class Communicator(
         return self._wrap(super().Create_intercomm(local_leader, peer_comm, remote_leader, tag))
 
 
-class CartCommunicator(Neighbors, Communicator, MPI.Cartcomm):
+class CartCommunicator(Neighbors, NeighborObjects, Communicator, MPI.Cartcomm):
     """A communicator with a grid."""
 
     def Sub(self, remain_dims: Sequence[bool]) -> Any:
@@ -220,16 +222,23 @@ class CartCommunicator(Neighbors, Communicator, MPI.Cartcomm):
         return self._wrap(super().Sub(remain_dims))
 
 
-class GraphCommunicator(Neighbors, Communicator, MPI.Graphcomm):
+class GraphCommunicator(Neighbors, NeighborObjects, Communicator, MPI.Graphcomm):
     """A communicator with a graph."""
 
 
-class DistGraphCommunicator(Neighbors, Communicator, MPI.Distgraphcomm):
+class DistGraphCommunicator(Neighbors, NeighborObjects, Communicator, MPI.Distgraphcomm):
     """A communicator with a distributed graph."""
 
 
 class InterCommunicator(
-    _Derives, Matching, PointToPoint, Collectives, NonblockingCollectives, PersistentCollectives, MPI.Intercomm
+    _Derives,
+    Matching,
+    Objects,
+    PointToPoint,
+    Collectives,
+    NonblockingCollectives,
+    PersistentCollectives,
+    MPI.Intercomm,
 ):
     """A communicator between two groups."""
 

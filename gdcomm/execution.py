@@ -7,7 +7,7 @@ before MPI is called, so other ranks see an erring rank as one that has not yet 
 from __future__ import annotations
 
 from array import array as stdarray
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,11 +18,11 @@ from gdcomm import devices, large
 from gdcomm.arguments import explain
 from gdcomm.devices.base import Buffer, Event
 from gdcomm.errors import BufferSpecError, NoPathError
-from gdcomm.memory.pinned import PinnedPool
+from gdcomm.memory.pinned import pool_of
 from gdcomm.operations import BLOCKING, PERSISTENT, Operation
-from gdcomm.paths import choose
 from gdcomm.reductions import substitute, wire_dtype
-from gdcomm.requests import Pending, Prequest, start_request
+from gdcomm.requests import Pending, Prequest, Request, start_request
+from gdcomm.short import short
 from gdcomm.transports.base import Side, split_spec
 from gdcomm.transports.host import host_side
 from gdcomm.transports.mpi import DirectSide
@@ -36,7 +36,6 @@ __all__ = ["execute", "plain", "reducible", "refuse_device"]
 _HOST_TYPES = frozenset(
     (ndarray, bytes, bytearray, memoryview, stdarray, type(None), type(MPI.IN_PLACE), type(MPI.BOTTOM))
 )
-_pools: dict[int, PinnedPool] = {}
 
 
 def plain(obj: Any) -> bool:
@@ -73,24 +72,20 @@ def refuse_device(name: str, spec: Any) -> None:
         raise NoPathError(f"{name}: buf is a device array, and there is no path for it; give a host array")
 
 
-def pool_of(device: devices.Device) -> PinnedPool:
-    """The pinned pool that stages for `device`, made on first use."""
-    pool = _pools.get(id(device))
-    if pool is None:
-        pool = _pools.setdefault(id(device), PinnedPool(device))
-    return pool
-
-
-@dataclass(slots=True)
 class Plan:
     """An operation ready to be called: MPI's arguments and the sides behind them."""
 
-    operation: Operation
-    arguments: list[Any]
-    sides: list[Side] = field(default_factory=list)
-    writers: list[Side] = field(default_factory=list)  # sides that MPI writes
-    counted: bool = False  # only as many bytes as MPI received were written
-    keep: Any = None
+    __slots__ = ("arguments", "counted", "dtypes", "large", "operation", "owners", "sides", "writers")
+
+    def __init__(self, operation: Operation, arguments: tuple[Any, ...]) -> None:
+        self.operation = operation
+        self.arguments = list(arguments)
+        self.sides: list[Side] = []
+        self.writers: list[Side] = []  # sides that have work to do when MPI is done
+        self.counted = operation.counted  # only as many bytes as MPI received were written
+        self.dtypes: list[np.dtype[Any]] = []
+        self.owners: list[Buffer] = []  # device arrays, kept alive
+        self.large = False  # perhaps more elements than a C int counts
 
     def begin(self) -> None:
         for side in self.sides:
@@ -105,7 +100,18 @@ class Plan:
 
     def close(self) -> None:
         for side in self.sides:
-            side.close()
+            if side.holds:
+                side.close()
+
+    def call(self, comm: Any) -> Any:
+        """MPI's part."""
+        if self.large:
+            return large.call(self.operation, comm, self.arguments)
+        return self.operation.call(comm, *self.arguments)
+
+    def here(self) -> AbstractContextManager[Any]:
+        """The context in which another thread may run `end`."""
+        return self.owners[0].device.here() if self.owners else nullcontext()
 
 
 def execute(comm: Any, paths: Paths, operation: Operation, arguments: tuple[Any, ...], stream: Any) -> Any:
@@ -121,10 +127,18 @@ def execute(comm: Any, paths: Paths, operation: Operation, arguments: tuple[Any,
     Returns:
         What mpi4py's method returns: None, a Request or a Prequest.
     """
-    plan = Plan(operation, list(arguments), counted=operation.counted)
+    if operation.simple:
+        try:
+            if short(comm, paths, operation, arguments, stream):
+                return None
+        except MPI.Exception as error:
+            raise explain(error, comm, operation.name, arguments) from None
+    plan = Plan(operation, arguments)
     try:
         _fill(plan, comm, paths, stream)
-        return _call(comm, plan)
+        if operation.form == BLOCKING:
+            return _block(comm, plan)
+        return _start(comm, plan)
     except MPI.Exception as error:
         plan.close()
         raise explain(error, comm, operation.name, arguments) from None
@@ -133,28 +147,31 @@ def execute(comm: Any, paths: Paths, operation: Operation, arguments: tuple[Any,
         raise
 
 
-def _call(comm: Any, plan: Plan) -> Any:
-    operation = plan.operation
-    if not plan.sides:
-        return large.call(operation, comm, plan.arguments)
-    if operation.form == PERSISTENT:
-        inner = large.call(operation, comm, plan.arguments)
-        return Prequest._make(inner, plan.begin, plan.end, plan.close)
+def _block(comm: Any, plan: Plan) -> None:
     plan.begin()
-    if operation.form == BLOCKING:
+    if not plan.writers:
+        plan.call(comm)
+    else:
         status = _status(plan)
-        large.call(operation, comm, plan.arguments)
+        plan.call(comm)
         plan.end(None if status is None else status.Get_elements(MPI.BYTE))
-        plan.close()
-        return None
-    inner = large.call(operation, comm, plan.arguments)
-    return start_request(Pending(inner, plan.end, plan.close, plan.keep))
+    plan.close()
+
+
+def _start(comm: Any, plan: Plan) -> Any:
+    if plan.operation.form == PERSISTENT:
+        return Prequest._make(plan.call(comm), plan)
+    plan.begin()
+    inner = plan.call(comm)
+    if not plan.writers and not any(side.holds for side in plan.sides):
+        return Request._plain(inner, plan)
+    return start_request(Pending(inner, plan))
 
 
 def _status(plan: Plan) -> MPI.Status | None:
     """The status that tells how much was received; ours if the user gave none."""
     position = plan.operation.status
-    if position < 0:
+    if position < 0 or not plan.counted:
         return None
     if plan.arguments[position] is None:
         plan.arguments[position] = MPI.Status()
@@ -165,22 +182,19 @@ def _status(plan: Plan) -> MPI.Status | None:
 def _fill(plan: Plan, comm: Any, paths: Paths, stream: Any) -> None:
     """Describe the buffers, choose their path, and put what MPI is to see in their place."""
     operation, arguments = plan.operation, plan.arguments
-    in_place = any(
-        position >= 0 and _is_in_place(arguments[position]) for position in (operation.send, operation.recv)
+    in_place = operation.send >= 0 <= operation.recv and (
+        _is_in_place(arguments[operation.send]) or _is_in_place(arguments[operation.recv])
     )
-    buffers: list[Buffer] = []
-    dtypes: list[np.dtype[Any]] = []
-    for position in (operation.send, operation.recv, operation.both):
-        if position >= 0 and not _insignificant(comm, operation, position, arguments):
-            _add_side(plan, paths, position, in_place, stream, buffers, dtypes, comm)
+    for position in operation.buffers:
+        if not (operation.root_side and _insignificant(comm, operation, position, arguments)):
+            _add_side(plan, comm, paths, position, in_place, stream)
     if operation.op >= 0:
-        _replace_op(plan, dtypes)
-    plan.keep = (tuple(arguments), buffers)
+        _replace_op(plan)
 
 
 def _insignificant(comm: Any, operation: Operation, position: int, arguments: list[Any]) -> bool:
     """Drop a device buffer that only the root would use: mpi4py must not look at it."""
-    side = {"send": operation.send, "recv": operation.recv}.get(operation.root_side, -1)
+    side = operation.send if operation.root_side == "send" else operation.recv
     if position != side or comm.Get_rank() == arguments[operation.root] or comm.Is_inter():
         return False
     array, _ = split_spec(arguments[position])
@@ -189,36 +203,31 @@ def _insignificant(comm: Any, operation: Operation, position: int, arguments: li
     return True
 
 
-def _add_side(
-    plan: Plan,
-    paths: Paths,
-    position: int,
-    in_place: bool,
-    stream: Any,
-    buffers: list[Buffer],
-    dtypes: list[np.dtype[Any]],
-    comm: Any,
-) -> None:
+def _add_side(plan: Plan, comm: Any, paths: Paths, position: int, in_place: bool, stream: Any) -> None:
     operation = plan.operation
     spec = plan.arguments[position]
     array, rest = split_spec(spec)
-    writes = position in (operation.recv, operation.both)
-    reads = position in (operation.send, operation.both) or in_place
+    writes = position != operation.send
+    reads = position != operation.recv or in_place
     buffer = None if type(array) in _HOST_TYPES else devices.find(array, stream)
-    dtype = _dtype_of(array) if buffer is None else buffer.dtype
-    if dtype is not None:
-        dtypes.append(dtype)
     side: Side | None
     if buffer is None:
+        dtype = getattr(array, "dtype", None)
+        if isinstance(dtype, np.dtype):
+            plan.dtypes.append(dtype)
+            plan.large |= array.nbytes > large.LIMIT
         side = host_side(spec, reads or operation.partial, writes)
+        if side is None:
+            return
     else:
-        buffers.append(buffer)
-        _check(operation, position, buffer, writes)
-        transport, _ = choose(paths.path, operation.group, operation.form, operation.name, paths.can)
+        plan.dtypes.append(buffer.dtype)
+        plan.owners.append(buffer)
+        plan.large |= buffer.nbytes > large.LIMIT
+        if writes and buffer.readonly:
+            _refuse_readonly(operation, position, buffer)
         if operation.both >= 0 and operation.root >= 0:  # Bcast: only the root's content is read
-            root = plan.arguments[operation.root]
-            reads = root == (MPI.ROOT if comm.Is_inter() else comm.Get_rank())
-        if transport == "mpi" and _dense(buffer, rest):
+            reads = _is_root(comm, plan)
+        if paths.transport(operation) == "mpi" and _dense(buffer, rest):
             side = DirectSide(buffer, rest, reads, writes)
         else:
             if rest:  # a derived datatype may leave gaps that a byte count does not show
@@ -226,21 +235,24 @@ def _add_side(
             # Where MPI may leave gaps, the mirror must hold what is there already.
             gaps = writes and (bool(rest) or operation.partial) and not (operation.counted and not rest)
             side = StagedSide(pool_of(buffer.device), buffer, rest, reads or gaps, writes)
-    if side is not None:
-        plan.sides.append(side)
-        if writes:
-            plan.writers.append(side)
-        plan.arguments[position] = side.spec
+    plan.sides.append(side)
+    if side.finishes:
+        plan.writers.append(side)
+    plan.arguments[position] = side.spec
+
+
+def _is_root(comm: Any, plan: Plan) -> bool:
+    """Whether this rank is the root."""
+    root = plan.arguments[plan.operation.root]
+    return bool(root == (MPI.ROOT if comm.Is_inter() else comm.Get_rank()))
 
 
 def _dense(buffer: Buffer, rest: tuple[Any, ...]) -> bool:
     """Whether MPI sees plain consecutive elements: it packs derived datatypes with the CPU."""
+    if not buffer.contiguous:
+        return False
     wire = wire_dtype(buffer.dtype)
-    return (
-        buffer.contiguous
-        and (wire is None or wire.itemsize == buffer.dtype.itemsize)
-        and all(_plain_item(item) for item in rest)
-    )
+    return (wire is None or wire.itemsize == buffer.dtype.itemsize) and all(_plain_item(item) for item in rest)
 
 
 def _plain_item(item: Any) -> bool:
@@ -251,13 +263,12 @@ def _plain_item(item: Any) -> bool:
     return True
 
 
-def _check(operation: Operation, position: int, buffer: Buffer, writes: bool) -> None:
-    if writes and buffer.readonly:
-        name = "buf" if position == operation.both else "recvbuf"
-        raise BufferSpecError(
-            f"{operation.name}: {name} is a read-only device array ({type(buffer.owner).__name__}); "
-            "give a writable one, for example a copy"
-        )
+def _refuse_readonly(operation: Operation, position: int, buffer: Buffer) -> None:
+    name = "buf" if position == operation.both else "recvbuf"
+    raise BufferSpecError(
+        f"{operation.name}: {name} is a read-only device array ({type(buffer.owner).__name__}); "
+        "give a writable one, for example a copy"
+    )
 
 
 def _is_in_place(spec: Any) -> bool:
@@ -265,14 +276,9 @@ def _is_in_place(spec: Any) -> bool:
     return spec is None or (type(spec) is type(MPI.IN_PLACE) and spec == MPI.IN_PLACE)
 
 
-def _replace_op(plan: Plan, dtypes: list[np.dtype[Any]]) -> None:
+def _replace_op(plan: Plan) -> None:
     """Put in the operator that reduces the dtype at hand, where MPI's own does not."""
-    if dtypes:
-        replacement = substitute(dtypes[-1], plan.arguments[plan.operation.op])
+    if plan.dtypes:
+        replacement = substitute(plan.dtypes[-1], plan.arguments[plan.operation.op])
         if replacement is not None:
             plan.arguments[plan.operation.op] = replacement
-
-
-def _dtype_of(array: Any) -> np.dtype[Any] | None:
-    dtype = getattr(array, "dtype", None)
-    return dtype if isinstance(dtype, np.dtype) else None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 
 from gdcomm.execution import execute, plain, refuse_device
-from gdcomm.operations import BLOCKING, REQUEST, Operation
+from gdcomm.operations import BLOCKING, REQUEST, operation
 from gdcomm.paths import Paths
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ else:  # a mixin: the communicator class brings the MPI base
 
 __all__ = ["Matching", "Message"]
 
-_RECV = Operation("Message.Recv", MPI.Message.Recv, "p2p", BLOCKING, recv=0, status=1, partial=True, counted=True)
-_IRECV = Operation("Message.Irecv", MPI.Message.Irecv, "p2p", REQUEST, recv=0, partial=True, counted=True)
+_RECV = operation("Message.Recv", MPI.Message.Recv, "p2p", BLOCKING, recv=0, status=1, partial=True, counted=True)
+_IRECV = operation("Message.Irecv", MPI.Message.Irecv, "p2p", REQUEST, recv=0, partial=True, counted=True)
 
 
 class Message(MPI.Message):

@@ -12,7 +12,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-__all__ = ["OPERATIONS", "Operation"]
+__all__ = ["OPERATIONS", "Operation", "operation"]
 
 BLOCKING, REQUEST, PERSISTENT = "blocking", "request", "persistent"
 
@@ -35,6 +35,9 @@ class Operation:
         status: position of the status argument (-1: none).
         counted: the status tells how many bytes were written. (Not so for Isendrecv: MPICH's
             may count the sent ones.)
+        buffers: the positions of all of them.
+        simple: blocking, each buffer means the same on every rank, and writes its buffer whole or says how far
+            (see `short`).
     """
 
     name: str
@@ -50,6 +53,8 @@ class Operation:
     partial: bool = False
     status: int = -1
     counted: bool = False
+    buffers: tuple[int, ...] = ()
+    simple: bool = False
 
 
 OPERATIONS: dict[str, Operation] = {}
@@ -58,7 +63,15 @@ OPERATIONS: dict[str, Operation] = {}
 def _add(owner: type, name: str, group: str, form: str, **fields: Any) -> None:
     call = getattr(owner, name, None)
     if call is not None:  # an mpi4py without this method: then neither have we
-        OPERATIONS[name] = Operation(name, call, group, form, **fields)
+        OPERATIONS[name] = operation(name, call, group, form, **fields)
+
+
+def operation(name: str, call: Callable[..., Any], group: str, form: str, **fields: Any) -> Operation:
+    """An operation with what follows from its fields."""
+    buffers = tuple(fields[key] for key in ("send", "recv", "both") if key in fields)
+    whole = fields.get("counted", False) or not fields.get("partial", False)
+    simple = form == BLOCKING and whole and not fields.get("root_side")
+    return Operation(name, call, group, form, buffers=buffers, simple=simple, **fields)
 
 
 def _family(name: str, group: str, owner: type = MPI.Comm, **fields: Any) -> None:

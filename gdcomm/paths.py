@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gdcomm.errors import NoPathError
+from gdcomm.operations import Operation
 
 __all__ = ["PATHS", "Capabilities", "Paths", "agree", "choose", "path_from_environment"]
 
@@ -37,6 +38,19 @@ class Paths:
 
     path: str = "auto"
     can: Capabilities = Capabilities()
+    chosen: dict[str, str] = field(default_factory=dict, compare=False, repr=False)  # by operation name
+
+    def transport(self, operation: Operation) -> str:
+        """The transport of the operation's device buffers: "mpi" or "staged"; remembered.
+
+        Raises:
+            NoPathError: the path asked for can't do it.
+        """
+        found = self.chosen.get(operation.name)
+        if found is None:
+            found, _ = choose(self.path, operation.group, operation.form, operation.name, self.can)
+            self.chosen[operation.name] = found
+        return found
 
 
 def agree(all_ranks: Iterable[Capabilities]) -> Capabilities:

@@ -56,10 +56,12 @@ def wire_dtype(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
 
 def substitute(dtype: np.dtype[Any], op: MPI.Op) -> MPI.Op | None:
     """The operator that reduces elements of `dtype` moved as `wire_dtype`; None if MPI's own does."""
-    name = _name_of(op)
     if dtype.kind == "b":
-        return _BOOL.get(name)
-    if not _is_half(dtype) or name not in _UFUNCS:
+        return _BOOL.get(_name_of(op))
+    if not _is_half(dtype):
+        return None
+    name = _name_of(op)
+    if name not in _UFUNCS:
         return None
     key = (dtype.name, name)
     if key not in _made:

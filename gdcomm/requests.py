@@ -13,8 +13,9 @@ import atexit
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from mpi4py import MPI
 
@@ -23,7 +24,22 @@ from gdcomm.devices.base import Event
 __all__ = ["Pending", "Prequest", "Request"]
 
 _MPIRequest = MPI.Request  # kept: a program may bind the name in mpi4py.MPI to ours
-End = Callable[[int | None], list[Event]]
+
+
+class Work(Protocol):
+    """What surrounds MPI's part of an operation (see `execution.Plan`)."""
+
+    def begin(self) -> None:
+        """Prepare what MPI sees; blocks until it may look."""
+
+    def end(self, nbytes: int | None) -> list[Event]:
+        """Queue the result of `nbytes` received bytes; the events that tell when it is in place."""
+
+    def close(self) -> None:
+        """Give resources back."""
+
+    def here(self) -> AbstractContextManager[Any]:
+        """The context in which another thread may run `end`."""
 
 
 class Pending:
@@ -31,15 +47,15 @@ class Pending:
 
     Args:
         inner: the MPI request that moves host (or MPI-visible) memory.
-        end: called once with the received byte count when `inner` is done; returns the
-            events of the copies that it queued.
-        close: called once at the very end.
-        keep: objects that must live until then.
+        work: what follows; held until the end, and with it the user's arrays.
+        close: whether to close `work` then.
     """
 
-    def __init__(self, inner: MPI.Request, end: End, close: Callable[[], None], keep: Any) -> None:
+    def __init__(self, inner: MPI.Request, work: Work, close: bool = True) -> None:
         self.inner = inner
-        self._end, self._close, self._keep = end, close, keep
+        self._work: Work | None = work
+        self._close = close
+        self._here = work.here()
         self._events: list[Event] | None = None
         self._lock = threading.Lock()
         self._status = MPI.Status()
@@ -68,7 +84,9 @@ class Pending:
                 self.cancelled = self._status.Is_cancelled()
                 if not self.cancelled:  # a collective's status counts nothing: it may read "undefined"
                     self._nbytes = max(0, self._status.Get_elements(MPI.BYTE))
-                self._events = self._end(self._nbytes)
+                assert self._work is not None
+                with self._here:
+                    self._events = self._work.end(self._nbytes)
             if not all(event.query() for event in self._events):
                 return
         except BaseException as error:  # handed to whoever waits, never lost in a thread
@@ -77,10 +95,11 @@ class Pending:
 
     def _finish(self) -> None:
         try:
-            self._close()
+            if self._close and self._work is not None:
+                self._work.close()
         except BaseException as error:
             self.error = self.error or error
-        self._keep = self._end = self._close = None  # type: ignore[assignment]
+        self._work = None
         self.grequest.Complete()
         self.done = True  # last: whoever sees it may complete the handle
 
@@ -213,6 +232,15 @@ def _drive_all(requests: Sequence[MPI.Request]) -> None:
 class Request(_Driven, MPI.Request):  # type: ignore[misc]
     """A request whose completion includes copies to and from the device."""
 
+    _work: Work | None = None
+
+    @classmethod
+    def _plain(cls, inner: MPI.Request, work: Work) -> Request:
+        """A request that is complete when MPI's is."""
+        self = cls(inner)
+        self._work = work  # holds the user's arrays
+        return self
+
     @classmethod
     def Waitall(cls, requests: Sequence[MPI.Request], statuses: list[MPI.Status] | None = None) -> Any:
         """Wait for all requests, gdcomm's and mpi4py's alike."""
@@ -274,18 +302,15 @@ class Prequest(_Driven, MPI.Prequest):  # type: ignore[misc]
 
     Args:
         inner: MPI's own persistent request on the memory that MPI sees.
-        begin: prepares that memory at each start.
-        end, close: as for `Pending`; `close` runs at `Free`.
+        work: prepares that memory at each start, takes the result out of it, gives it back at `Free`.
     """
 
-    _plan: tuple[MPI.Prequest, Callable[[], None], End, Callable[[], None]] | None = None
+    _plan: tuple[MPI.Prequest, Work] | None = None
 
     @classmethod
-    def _make(
-        cls, inner: MPI.Prequest, begin: Callable[[], None], end: End, close: Callable[[], None]
-    ) -> Prequest:
+    def _make(cls, inner: MPI.Prequest, work: Work) -> Prequest:
         self = cls()
-        self._plan = (inner, begin, end, close)
+        self._plan = (inner, work)
         return self
 
     def __eq__(self, other: object) -> bool:
@@ -307,10 +332,10 @@ class Prequest(_Driven, MPI.Prequest):  # type: ignore[misc]
         if self._plan is None:
             super().Start()
             return
-        inner, begin, end, _ = self._plan
-        begin()
+        inner, work = self._plan
+        work.begin()
         inner.Start()
-        pending = Pending(inner, end, lambda: None, self)
+        pending = Pending(inner, work, close=False)
         _copy_handle(self, pending.grequest)
         self._pending = pending
         progress.watch(pending)
@@ -326,10 +351,10 @@ class Prequest(_Driven, MPI.Prequest):  # type: ignore[misc]
         if self._plan is None:
             super().Free()
             return
-        inner, _, _, close = self._plan
+        inner, work = self._plan
         self._drive()
         if self != MPI.REQUEST_NULL and _MPIRequest.__ne__(self, MPI.REQUEST_NULL):
             super().Wait()
         self._plan = None
         inner.Free()
-        close()
+        work.close()

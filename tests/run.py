@@ -148,6 +148,7 @@ def main() -> int:
             # pytest-mpi, if it is there, would skip the whole folder for its name
             tests = ["-m", "pytest", "-q", "--color=no", "-p", "no:pytest_mpi", "tests/mpi"]
             step(f"{mpi} tests/mpi, {ranks} ranks", [*mpirun(python, ranks), *tests])
+    step("mutation: each wait taken out is noticed", [pythons["openmpi"], "tests/mutation/mutate.py"], 600)
     sources = suite_sources(pythons["openmpi"])
     if sources is None:
         print("mpi4py's own suite not run: its sdist could not be downloaded; check pip's access to PyPI")

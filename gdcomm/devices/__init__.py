@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from gdcomm.devices.base import Buffer, Device, Event
+from gdcomm.errors import DeviceError
+
+if TYPE_CHECKING:
+    from gdcomm.devices.cuda import CudaDevice
 
 __all__ = ["Buffer", "Device", "Event", "find", "install", "installed"]
 
 _installed: list[Device] = []
-_cuda_state: list[Device | None] = []  # empty: not looked for yet
+_LIBRARIES = ("cupy", "torch", "numba.cuda", "jaxlib", "cuda")
+_finders: dict[type, Callable[[Any, Any], Buffer | None]] = {}  # by type, of types that may be on a GPU
+_cuda_state: list[CudaDevice | None] = []  # empty: not looked for yet
 
 
 def install(device: Device) -> None:
@@ -23,7 +30,7 @@ def installed() -> list[Device]:
     return [*_installed, *(d for d in _cuda_state if d is not None)]
 
 
-def cuda_device() -> Device | None:
+def cuda_device() -> CudaDevice | None:
     """The CUDA device door, loaded on first use; None when CuPy or a GPU is missing."""
     if not _cuda_state:
         try:
@@ -36,19 +43,41 @@ def cuda_device() -> Device | None:
 
 
 def find(obj: Any, stream: Any = None) -> Buffer | None:
-    """Describe `obj` as device memory, or return None if it is host memory (or no array)."""
+    """Describe `obj` as device memory, or return None if it is host memory (or no array).
+
+    Raises:
+        DeviceError: it is on a GPU, but CuPy, which gdcomm reaches GPUs with, does not work here.
+    """
     for device in _installed:
         buffer = device.find(obj, stream)
         if buffer is not None:
             return buffer
-    if not _looks_cuda(obj):
-        return None
-    cuda = cuda_device()
-    return None if cuda is None else cuda.find(obj, stream)
+    kind = type(obj)
+    finder = _finders.get(kind)
+    if finder is None:
+        if not _looks_cuda(kind):
+            return None
+        cuda = cuda_device()
+        if cuda is None:
+            _refuse_without_cupy(obj)
+            return None
+        finder = _finders[kind] = cuda.finder(kind)
+    return finder(obj, stream)
 
 
-def _looks_cuda(obj: Any) -> bool:
+def _looks_cuda(kind: type) -> bool:
     # A CUDA array can exist only where some CUDA library was loaded by the user.
-    if hasattr(type(obj), "__cuda_array_interface__") or hasattr(type(obj), "__dlpack_device__"):
-        return any(name in sys.modules for name in ("cupy", "torch", "numba.cuda", "jaxlib", "cuda"))
+    if hasattr(kind, "__cuda_array_interface__") or hasattr(kind, "__dlpack_device__"):
+        return any(name in sys.modules for name in _LIBRARIES)
     return False
+
+
+def _refuse_without_cupy(obj: Any) -> None:
+    """MPI would read the address as host memory, and the process would die."""
+    device = getattr(obj, "__dlpack_device__", None)
+    on_gpu = device()[0] in (2, 13) if device is not None else True  # kDLCUDA, kDLCUDAManaged
+    if on_gpu and hasattr(obj, "__cuda_array_interface__"):
+        raise DeviceError(
+            f"a {type(obj).__module__}.{type(obj).__name__} is on a GPU, and gdcomm needs CuPy to reach it: "
+            "pip install cupy-cuda13x (or cupy-cuda12x, as your driver is)"
+        )

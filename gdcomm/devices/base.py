@@ -12,8 +12,9 @@ asynchronous: they are queued on a stream and may run at any later time; only
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -32,8 +33,7 @@ class Event(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
+class Buffer(NamedTuple):
     """Immutable description of one device array; it never copies.
 
     Args:
@@ -56,9 +56,9 @@ class Buffer:
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
     readonly: bool
-    device: Device = field(repr=False)
+    device: Device
     stream: Any
-    owner: Any = field(repr=False)
+    owner: Any
 
     @property
     def contiguous(self) -> bool:
@@ -102,14 +102,6 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def pack(self, src: Buffer) -> Buffer:
-        """Queue a packed C-contiguous device copy on `src.stream`; return it (new memory)."""
-
-    @abstractmethod
-    def unpack(self, dst: Buffer, packed: Buffer) -> None:
-        """Queue on `dst.stream` the copy of C-contiguous `packed` into strided `dst`."""
-
-    @abstractmethod
     def record(self, stream: Any) -> Event:
         """Return an event at the present end of `stream`."""
 
@@ -120,6 +112,23 @@ class Device(ABC):
     @abstractmethod
     def pinned(self, nbytes: int) -> np.ndarray:
         """Allocate page-locked host memory as a uint8 array (uninitialised; blocks)."""
+
+    @abstractmethod
+    def build(
+        self, library: str, shape: tuple[int, ...], dtype: np.dtype, order: str, fill: Callable[[Buffer], None]
+    ) -> Any:
+        """Return a new array of `library`, in memory of that library, on its current stream.
+
+        `fill` is called once with the description of the (uninitialised) array, unless that is empty, and
+        queues the writing of its content. `order` is "C" or "F".
+
+        Raises:
+            ImportError: the library is not here, or can't use this device.
+        """
+
+    def here(self) -> AbstractContextManager[Any]:
+        """A context in which another thread works on the GPU that is current now in this one."""
+        return nullcontext()
 
     def poison(self, block: np.ndarray) -> None:  # noqa: B027 - a hook: only the emulated device acts
         """Spoil memory that nobody may read any more (emulated device only)."""

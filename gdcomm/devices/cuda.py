@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import sys
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import cupy
@@ -19,6 +22,8 @@ __all__ = ["CudaDevice"]
 _Array = np.ndarray[Any, Any]
 _DEVICE, _MANAGED = 2, 3  # cudaMemoryType
 _H2D, _D2H = runtime.memcpyHostToDevice, runtime.memcpyDeviceToHost
+_current_gpu = cupy.cuda.get_device_id
+_current_stream = cupy.cuda.get_current_stream
 _LIBRARIES = ("cupy", "torch", "numba", "jaxlib", "jax")
 _TORCH_ONLY = {"torch.bfloat16": "bfloat16"}  # no CUDA Array Interface type string
 
@@ -63,33 +68,38 @@ class CudaDevice(Device):
     # -- recognition -------------------------------------------------------------------------
 
     def find(self, obj: Any, stream: Any = None) -> Buffer | None:
-        if isinstance(obj, cupy.ndarray):
-            return self._cupy(obj, stream, obj)
-        library = type(obj).__module__.partition(".")[0]
-        if library == "torch":
-            return self._torch(obj, stream)
-        if library in ("jaxlib", "jax"):
-            return self._jax(obj, stream)
-        try:
-            interface = obj.__cuda_array_interface__
-        except AttributeError:
-            return self._dlpack(obj, stream)
-        return self._interface(obj, interface, library, stream)
+        return self.finder(type(obj))(obj, stream)
 
-    def _cupy(self, array: Any, stream: Any, owner: Any, readonly: bool = False) -> Buffer:
-        if array.nbytes and array.data.device_id != cupy.cuda.get_device_id():
-            _wrong_device(array.data.device_id)
-        handle = cupy.cuda.get_current_stream().ptr if stream is None else _handle(stream)
+    def finder(self, kind: type) -> Callable[[Any, Any], Buffer | None]:
+        """What `find` does with objects of this type."""
+        if issubclass(kind, cupy.ndarray):
+            return self._cupy
+        library = kind.__module__.partition(".")[0]
+        if library == "torch":
+            return self._torch
+        if library in ("jaxlib", "jax"):
+            return self._jax
+        return self._interface
+
+    def _cupy(self, array: Any, stream: Any, owner: Any = None, readonly: bool = False) -> Buffer:
+        nbytes, memory = array.nbytes, array.data
+        if nbytes and memory.device_id != _current_gpu():
+            _wrong_device(memory.device_id)
+        handle = _current_stream().ptr if stream is None else _handle(stream)
         strides = None if array.flags.c_contiguous else array.strides
-        return Buffer(
-            array.data.ptr, array.nbytes, array.dtype, array.shape, strides, readonly, self, handle, owner
-        )
+        owner = array if owner is None else owner
+        return Buffer(memory.ptr, nbytes, array.dtype, array.shape, strides, readonly, self, handle, owner)
 
     def _torch(self, tensor: Any, stream: Any) -> Buffer | None:
         if not getattr(tensor, "is_cuda", False):
             return None
         if tensor.requires_grad:
             raise BufferSpecError("the tensor requires grad: communication is not recorded; give tensor.detach()")
+        if tensor.is_conj() or tensor.is_neg():
+            raise BufferSpecError(
+                "the tensor is a lazy conjugate or negative: its memory holds other values; "
+                "give tensor.resolve_conj().resolve_neg()"
+            )
         if tensor.device.index != cupy.cuda.get_device_id():
             _wrong_device(tensor.device.index)
         name = str(tensor.dtype)
@@ -120,7 +130,12 @@ class CudaDevice(Device):
             return None
         return self._cupy(cupy.from_dlpack(obj), stream, obj)
 
-    def _interface(self, obj: Any, interface: Any, library: str, stream: Any) -> Buffer | None:
+    def _interface(self, obj: Any, stream: Any) -> Buffer | None:
+        try:
+            interface = obj.__cuda_array_interface__
+        except AttributeError:
+            return self._dlpack(obj, stream)
+        library = type(obj).__module__.partition(".")[0]
         try:
             address, readonly = interface["data"]
             dtype = np.dtype(interface["typestr"])
@@ -154,7 +169,7 @@ class CudaDevice(Device):
     # -- copies ------------------------------------------------------------------------------
 
     def to_host(self, dst: _Array, src: Buffer, offset: int = 0) -> None:
-        address, handle = dst.ctypes.data, src.stream
+        address, handle = _address(dst), src.stream
         if src.contiguous:
             runtime.memcpyAsync(address, src.ptr + offset, dst.nbytes, _D2H, handle)
             return
@@ -163,7 +178,7 @@ class CudaDevice(Device):
             runtime.memcpyAsync(address, packed.data.ptr, dst.nbytes, _D2H, handle)
 
     def to_device(self, dst: Buffer, src: _Array, offset: int = 0) -> None:
-        address, handle = src.ctypes.data, dst.stream
+        address, handle = _address(src), dst.stream
         if dst.contiguous:
             runtime.memcpyAsync(dst.ptr + offset, address, src.nbytes, _H2D, handle)
             return
@@ -188,18 +203,36 @@ class CudaDevice(Device):
             self._strided((-(-count // 256),), (256,), arguments)
         return packed
 
-    def pack(self, src: Buffer) -> Buffer:
-        with _on(src.stream):
-            packed = self._pieces(src, 0, src.nbytes, None)
-        return Buffer(
-            packed.data.ptr, src.nbytes, src.dtype, src.shape, None, False, self, src.stream, packed
-        )
+    # -- new arrays --------------------------------------------------------------------------
 
-    def unpack(self, dst: Buffer, packed: Buffer) -> None:
-        memory = cupy.cuda.UnownedMemory(packed.ptr, packed.nbytes, packed.owner)
-        array = cupy.ndarray(packed.nbytes, cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
-        with _on(dst.stream):
-            self._pieces(dst, 0, dst.nbytes, array)
+    def build(
+        self, library: str, shape: tuple[int, ...], dtype: np.dtype, order: str, fill: Callable[[Buffer], None]
+    ) -> Any:
+        if library == "jax":
+            return self._build_jax(shape, dtype, fill)
+        if library == "torch":
+            made = _torch_empty(shape, dtype, order)
+        elif library == "numba":
+            made = importlib.import_module("numba.cuda").device_array(shape, dtype, order=order)
+        else:
+            made = cupy.ndarray(shape, dtype, order=order)
+        buffer = self.find(made)
+        if buffer is not None and buffer.nbytes:
+            fill(buffer)
+        return made
+
+    def _build_jax(self, shape: tuple[int, ...], dtype: np.dtype, fill: Callable[[Buffer], None]) -> Any:
+        # JAX arrays can't be written, so the memory is CuPy's and JAX takes it over, through DLPack. What CuPy
+        # and DLPack can't name (bfloat16 and smaller floats) goes as integers of the same size.
+        jax = importlib.import_module("jax")
+        if 0 in shape:
+            return jax.numpy.zeros(shape, dtype)
+        known = dtype.isbuiltin == 1
+        made = cupy.ndarray(shape, dtype if known else np.dtype(f"u{dtype.itemsize}"))
+        fill(self._cupy(made, None, made))
+        cupy.cuda.get_current_stream().synchronize()  # JAX orders by its own streams, which it does not show
+        array = importlib.import_module("jax.dlpack").from_dlpack(made)
+        return array if known else array.view(dtype)
 
     # -- streams -----------------------------------------------------------------------------
 
@@ -207,10 +240,13 @@ class CudaDevice(Device):
         return _CudaEvent(stream)
 
     def _wait(self, stream: int, event: Any) -> None:
-        runtime.streamWaitEvent(stream, event.event.ptr, 0)
+        runtime.streamWaitEvent(stream, event.ptr, 0)
 
     def synchronize(self, stream: Any) -> None:
         runtime.streamSynchronize(stream)
+
+    def here(self) -> AbstractContextManager[Any]:
+        return cupy.cuda.Device()  # type: ignore[no-any-return]
 
     def pinned(self, nbytes: int) -> _Array:
         if not nbytes:
@@ -221,18 +257,35 @@ class CudaDevice(Device):
         return np.frombuffer(block, np.uint8)
 
 
+def _address(block: _Array) -> int:
+    memory: Any = block  # a third of the time of block.ctypes.data
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+_events: dict[int, list[Any]] = {}  # by GPU: made once, used again
+
+
 class _CudaEvent:
-    __slots__ = ("event",)
+    __slots__ = ("_free", "event", "ptr")
 
     def __init__(self, stream: int) -> None:
-        self.event = cupy.cuda.Event(disable_timing=True)
-        runtime.eventRecord(self.event.ptr, stream)
+        self._free = _events.setdefault(_current_gpu(), [])
+        try:
+            self.event = self._free.pop()
+        except IndexError:
+            self.event = cupy.cuda.Event(disable_timing=True)
+        self.ptr: int = self.event.ptr
+        runtime.eventRecord(self.ptr, stream)
+
+    def __del__(self) -> None:
+        if hasattr(self, "ptr"):
+            self._free.append(self.event)  # recording it again does not disturb who waited before
 
     def query(self) -> bool:
         return bool(self.event.done)
 
     def synchronize(self) -> None:
-        runtime.eventSynchronize(self.event.ptr)
+        runtime.eventSynchronize(self.ptr)
 
 
 class _Handle:
@@ -266,6 +319,19 @@ def _handle(stream: Any) -> int:
     raise BufferSpecError(
         f"stream: {stream!r} is no CUDA stream; give an object with __cuda_stream__, .ptr or .cuda_stream"
     )
+
+
+def _torch_empty(shape: tuple[int, ...], dtype: np.dtype, order: str) -> Any:
+    torch = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        raise ImportError("this PyTorch can't use a GPU")
+    axes = tuple(range(len(shape)))
+    made = torch.empty(
+        shape if order == "C" else shape[::-1],
+        dtype=getattr(torch, dtype.name),
+        device=torch.device("cuda", cupy.cuda.get_device_id()),
+    )
+    return made if order == "C" else made.permute(axes[::-1])
 
 
 def _wrong_device(index: int) -> None:

@@ -15,7 +15,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -295,7 +294,7 @@ class EmulatedDevice(Device):
             self.wait_event(order, self.record(producer))
         strides = tuple(interface.get("strides") or ()) if nbytes and shape else ()
         buffer = Buffer(address, nbytes, dtype, shape, strides or None, bool(readonly), self, order, obj)
-        return replace(buffer, strides=None) if self._view(buffer).flags.c_contiguous else buffer
+        return buffer._replace(strides=None) if self._view(buffer).flags.c_contiguous else buffer
 
     def owns(self, address: int) -> bool:
         with self._lock:
@@ -318,17 +317,6 @@ class EmulatedDevice(Device):
         source = src if self.is_pinned(src.ctypes.data) else src.copy()
         view = self._view(dst)
         self._copy("to_device", dst, lambda: _write(view, source, offset), offset, offset + src.nbytes)
-
-    def pack(self, src: Buffer) -> Buffer:
-        packed = self.find(self.empty(src.shape, src.dtype), src.stream)
-        assert packed is not None
-        view, target = self._view(src), self._view(packed)
-        self._copy("pack", src, lambda: np.copyto(target, view), 0, src.nbytes)
-        return packed
-
-    def unpack(self, dst: Buffer, packed: Buffer) -> None:
-        view, source = self._view(dst), self._view(packed)
-        self._copy("unpack", dst, lambda: np.copyto(view, source), 0, dst.nbytes)
 
     def _copy(self, name: str, buffer: Buffer, copy: Callable[[], None], start: int, end: int) -> None:
         assert start % (buffer.dtype.itemsize or 1) == 0, "a piece starts at an element"
@@ -353,6 +341,20 @@ class EmulatedDevice(Device):
             self._pinned.add(block.ctypes.data, block.nbytes)
         weakref.finalize(block.base, self._pinned.drop, block.ctypes.data).atexit = False
         return block[:nbytes]
+
+    def build(
+        self,
+        library: str,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        order: str,
+        fill: Callable[[Buffer], None],
+    ) -> EmulatedArray:
+        made = self.empty(shape, dtype, order)
+        buffer = self.find(made)
+        if buffer is not None and buffer.nbytes:
+            fill(buffer)
+        return made
 
     def poison(self, block: _Array) -> None:
         block[...] = 0xDB

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import deque
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from gdcomm.devices.base import Device, Event
 from gdcomm.errors import BufferSpecError, ClosedError
 
-__all__ = ["Lease", "PinnedPool", "size_class"]
+__all__ = ["Lease", "PinnedPool", "Slots", "pool_of", "size_class"]
 
 _SMALLEST = 4096
 _STEPS = 8  # size classes in an octave: a block is at most 12.5 % larger than asked
@@ -32,13 +33,14 @@ class Lease:
     know whether a copy still uses it.
     """
 
-    __slots__ = ("_block", "_lost", "_pool", "array")
+    __slots__ = ("_block", "_lost", "_pool", "address", "array")
 
     def __init__(self, pool: PinnedPool, block: np.ndarray[Any, Any], nbytes: int) -> None:
         self._pool = pool
         self._lost = pool._lost
         self._block: np.ndarray[Any, Any] | None = block
         self.array = block[:nbytes]
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(block))  # type: ignore[arg-type]
 
     @property
     def released(self) -> bool:
@@ -63,6 +65,44 @@ class Lease:
             self._lost.append(block.nbytes)  # no lock: the collector may run inside the pool
 
 
+class Slot:
+    """A small pinned block for one blocking call; `event` is that of the last copy out of it."""
+
+    __slots__ = ("address", "array", "event")
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.array = array
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
+        self.event: Event | None = None
+
+
+class Slots:
+    """One thread's ring of small pinned blocks: no lock, no search, no allocation.
+
+    Args:
+        device: allocates them.
+    """
+
+    SIZE = 64 << 10  # bytes
+    COUNT = 16
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        memory = device.pinned(self.SIZE * self.COUNT)
+        self._ring = [Slot(memory[i * self.SIZE : (i + 1) * self.SIZE]) for i in range(self.COUNT)]
+        self._next = 0
+
+    def take(self) -> Slot:
+        """The slot that was used longest ago, once the copy out of it is done."""
+        slot = self._ring[self._next]
+        self._next = (self._next + 1) % self.COUNT
+        if slot.event is not None:
+            slot.event.synchronize()
+            slot.event = None
+        self._device.poison(slot.array)
+        return slot
+
+
 class PinnedPool:
     """Pinned blocks of one device by size class. Thread-safe.
 
@@ -81,6 +121,14 @@ class PinnedPool:
         self._leased_bytes = 0
         self._lost: deque[int] = deque()  # sizes of blocks whose leases were dropped unreleased
         self._hits = self._misses = 0
+        self._local = threading.local()
+
+    def slots(self) -> Slots:
+        """The calling thread's ring of small blocks."""
+        found: Slots | None = getattr(self._local, "slots", None)
+        if found is None:
+            found = self._local.slots = Slots(self._device)
+        return found
 
     def lease(self, nbytes: int) -> Lease:
         """Lend `nbytes` of page-locked memory (uninitialised); allocates if no block is free."""
@@ -162,3 +210,14 @@ class PinnedPool:
         self._idle_bytes += block.nbytes
         while self._idle_bytes > self._idle_limit:
             self._idle_bytes -= self._idle.popleft().nbytes
+
+
+_pools: dict[int, PinnedPool] = {}
+
+
+def pool_of(device: Device) -> PinnedPool:
+    """The pinned pool that stages for `device`, made on first use."""
+    pool = _pools.get(id(device))
+    if pool is None:
+        pool = _pools.setdefault(id(device), PinnedPool(device))
+    return pool

@@ -10,8 +10,8 @@ An operation handles each side in four steps, in this order:
 1. `begin()`  queue what MPI must find in memory (packing, copy to the host);
 2. `ready()`  block until that has happened: after it MPI may read and write `spec`;
 3. MPI does its part with `spec`, a plain mpi4py buffer argument;
-4. `end(nbytes)` queue what the user must find in the array; returns an event, or None
-   when the data is already in place.
+4. `end(nbytes)`, where `finishes`: queue what the user must find in the array; returns an event,
+   or None when the data is already in place.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ class Side(Protocol):
     """One buffer argument on its way through MPI; usable again after `end` (persistent requests)."""
 
     spec: Any
+    finishes: bool  # `end` has work to do
+    holds: bool  # `close` has something to give back
 
     def begin(self) -> None:
         """Queue the preparation of what MPI reads."""

@@ -12,10 +12,13 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from gdcomm.large import LIMIT
 from gdcomm.reductions import wire_dtype
 from gdcomm.transports.base import split_spec
 
-__all__ = ["HostSide", "host_side"]
+__all__ = ["HostSide", "datatype_of", "host_side", "memory_spec"]
+
+_datatypes: dict[np.dtype[Any], MPI.Datatype | None] = {}
 
 
 class HostSide:
@@ -23,8 +26,9 @@ class HostSide:
 
     def __init__(self, array: np.ndarray[Any, Any], rest: tuple[Any, ...], reads: bool, writes: bool) -> None:
         self._array = array
-        self._reads, self._writes = reads, writes
+        self._reads = reads
         self._copied = not array.flags.c_contiguous
+        self.finishes = self._copied and writes
         flat = np.empty(array.size, array.dtype) if self._copied else array.reshape(-1)
         self._flat = flat
         wire = wire_dtype(array.dtype)
@@ -37,6 +41,7 @@ class HostSide:
             rest = (*rest, self._type) if not (rest and isinstance(rest[-1], MPI.Datatype)) else rest
         else:
             self._type = None
+        self.holds = self._type is not None
         self.spec: Any = [view, *rest] if rest else view
 
     def begin(self) -> None:
@@ -47,7 +52,7 @@ class HostSide:
         pass
 
     def end(self, nbytes: int | None) -> None:
-        if not (self._copied and self._writes):
+        if not self.finishes:
             return
         count = self._flat.size if nbytes is None else nbytes // self._array.itemsize
         if count == self._flat.size:
@@ -77,6 +82,44 @@ def host_side(spec: Any, reads: bool, writes: bool) -> HostSide | None:
     if not fortran and not (odd and array.flags.c_contiguous):
         return None
     return HostSide(array, rest, reads or not _whole(rest), writes)
+
+
+def memory_spec(
+    address: int, nbytes: int, dtype: np.dtype[Any], rest: tuple[Any, ...], reads: bool, writes: bool
+) -> tuple[Any, HostSide | None]:
+    """The buffer argument that shows mpi4py `nbytes` of contiguous memory at `address` as elements of `dtype`.
+
+    Nobody but MPI reads through it: it may be device memory. The caller keeps the memory alive.
+
+    Returns:
+        The argument, and the side to close after use if a datatype had to be made for it.
+    """
+    memory = MPI.buffer.fromaddress(address, nbytes)
+    if not rest and nbytes <= LIMIT:
+        datatype = datatype_of(dtype)
+        if datatype is not None:
+            return [memory, datatype], None
+    view = np.frombuffer(memory, dtype) if nbytes else np.empty(0, dtype)  # type: ignore[call-overload]
+    spec = [view, *rest] if rest else view
+    inner = host_side(spec, reads, writes)
+    return (spec if inner is None else inner.spec), inner
+
+
+def datatype_of(dtype: np.dtype[Any]) -> MPI.Datatype | None:
+    """MPI's own datatype under which elements of `dtype` travel, if there is one."""
+    found = _datatypes.get(dtype)
+    if found is None and dtype not in _datatypes:
+        found = _datatypes[dtype] = _find_datatype(dtype)
+    return found
+
+
+def _find_datatype(dtype: np.dtype[Any]) -> MPI.Datatype | None:
+    wire = wire_dtype(dtype)
+    if wire is None:
+        wire = dtype if dtype.isnative and dtype.kind in "biufc" else None
+    if wire is None or wire.itemsize != dtype.itemsize:
+        return None
+    return MPI.Datatype.fromcode(wire.char)
 
 
 def _predefined(datatype: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from gdcomm.devices.base import Buffer, Event
 from gdcomm.memory.pinned import Lease, PinnedPool
-from gdcomm.transports.host import host_side
+from gdcomm.transports.host import memory_spec
 
 __all__ = ["StagedSide"]
 
@@ -25,35 +25,41 @@ class StagedSide:
         writes: MPI writes the mirror, so the array must receive it.
     """
 
+    __slots__ = ("_buffer", "_event", "_inner", "_lease", "_queued", "_reads", "finishes", "spec")
+
+    holds = True
+
     def __init__(
         self, pool: PinnedPool, buffer: Buffer, rest: tuple[Any, ...], reads: bool, writes: bool
     ) -> None:
         self._buffer = buffer
-        self._reads, self._writes = reads, writes
+        self._reads, self.finishes = reads, writes
         self._lease: Lease = pool.lease(buffer.nbytes)
-        self._event: Event | None = None
-        mirror = self._lease.array.view(buffer.dtype)
-        spec = [mirror, *rest] if rest else mirror
-        self._inner = host_side(spec, reads, writes)  # dtypes that MPI lacks
-        self.spec: Any = spec if self._inner is None else self._inner.spec
+        self._event: Event | None = None  # the last copy out of the mirror
+        self._queued = False  # a copy into the mirror that nobody waited for yet
+        self.spec, self._inner = memory_spec(
+            self._lease.address, buffer.nbytes, buffer.dtype, rest, reads, writes
+        )
 
     def begin(self) -> None:
         buffer = self._buffer
         if self._reads and buffer.nbytes:
+            self._queued = True
             buffer.device.to_host(self._lease.array, buffer)
-            self._event = buffer.device.record(buffer.stream)
 
     def ready(self) -> None:
-        # Also when MPI only writes: a persistent request's last copy out of the mirror must be over.
-        if self._event is not None:
-            self._event.synchronize()
+        if self._queued:
+            self._buffer.device.synchronize(self._buffer.stream)
+            self._queued = False
+        # A persistent request's last copy out of the mirror is over: it was complete before it started again.
 
     def end(self, nbytes: int | None) -> Event | None:
         buffer = self._buffer
         count = buffer.nbytes if nbytes is None else min(nbytes, buffer.nbytes)
-        if not self._writes or not count:
+        if not self.finishes or not count:
             return None
-        buffer.device.to_device(buffer, self._lease.array[:count])
+        whole = count == buffer.nbytes
+        buffer.device.to_device(buffer, self._lease.array if whole else self._lease.array[:count])
         self._event = buffer.device.record(buffer.stream)
         return self._event
 
@@ -61,4 +67,6 @@ class StagedSide:
         if self._inner is not None:
             self._inner.close()
         if not self._lease.released:
+            if self._queued:  # an error came between
+                self._event = self._buffer.device.record(self._buffer.stream)
             self._lease.release(self._event)

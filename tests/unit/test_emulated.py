@@ -367,24 +367,6 @@ def test_strided_pieces_agree_with_numpy(layout: Any, data: st.DataObject) -> No
     assert device.asnumpy(x).tobytes() == after.tobytes()
 
 
-@settings(max_examples=80, deadline=None)
-@given(layouts())
-def test_pack_and_unpack_agree_with_numpy(layout: Any) -> None:
-    dtype, values, index, order = layout
-    device = EmulatedDevice(2)
-    view, expected = device.array(values, order=order)[index], values[index]
-    buffer = described(device, view)
-    packed = device.pack(buffer)
-    assert (packed.contiguous, packed.shape, packed.dtype) == (True, expected.shape, dtype)
-    target = described(device, device.array(np.zeros_like(values), order=order)[index])
-    device.unpack(target, packed)
-    for written in (packed, target):
-        out = device.pinned(expected.nbytes)
-        device.to_host(out, written)
-        device.synchronize(None)
-        assert out.tobytes() == expected.tobytes()
-
-
 def test_emulate_installs_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_installed", [])
     monkeypatch.delenv("GDCOMM_DEVICE", raising=False)

@@ -1,0 +1,131 @@
+"""The lower-case methods: Python objects, whose device arrays are moved by the rules of the upper-case methods.
+
+Only what sends is here: a `Packed` restores itself where it arrives. reduce, allreduce, scan and exscan are
+mpi4py's: it pickles the operands and the partial results itself, inside the operation, where nobody can pack
+them; there the arrays go by their library's own pickling, which is right, but copies more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpi4py import MPI
+
+from gdcomm.objects import Packed, pack, queue
+
+if TYPE_CHECKING:
+    _Comm = MPI.Comm
+    _Topocomm = MPI.Topocomm
+else:  # mixins: the communicator class brings the MPI base
+    _Comm = _Topocomm = object
+
+__all__ = ["NeighborObjects", "Objects"]
+
+
+def _pass(method: Callable[..., Any], comm: Any, obj: Any, *rest: Any) -> Any:
+    """Call a method of mpi4py with the packed object. It pickles at the call, in nonblocking methods too."""
+    packed = pack(obj)
+    try:
+        return method(comm, packed, *rest)
+    finally:
+        if packed is not obj:
+            packed.release()
+
+
+def _pass_each(method: Callable[..., Any], comm: Any, objects: Any, *rest: Any) -> Any:
+    """As `_pass`, for methods that pickle each item of a sequence by itself."""
+    if objects is None:
+        return method(comm, None, *rest)
+    items: list[Any] = []
+    try:
+        for obj in objects:  # all copies are queued before the first is waited for
+            items.append(queue(obj))
+        for item in items:
+            if type(item) is Packed:
+                item.ready()
+        return method(comm, items, *rest)
+    finally:
+        for item in items:
+            if type(item) is Packed:
+                item.release()
+
+
+def _is_root(comm: MPI.Comm, root: int) -> bool:
+    """Whether this rank's object is the one that a rooted operation sends: mpi4py ignores the others'."""
+    return root == (MPI.ROOT if comm.Is_inter() else comm.Get_rank())
+
+
+class Objects(_Comm):
+    """Methods that send Python objects; device arrays in them are copied once, in order of their streams."""
+
+    def send(self, obj: Any, dest: int, tag: int = 0) -> None:
+        """Send an object."""
+        _pass(MPI.Comm.send, self, None if dest == MPI.PROC_NULL else obj, dest, tag)
+
+    def bsend(self, obj: Any, dest: int, tag: int = 0) -> None:
+        """Send an object in buffered mode."""
+        _pass(MPI.Comm.bsend, self, None if dest == MPI.PROC_NULL else obj, dest, tag)
+
+    def ssend(self, obj: Any, dest: int, tag: int = 0) -> None:
+        """Send an object in synchronous mode."""
+        _pass(MPI.Comm.ssend, self, None if dest == MPI.PROC_NULL else obj, dest, tag)
+
+    def isend(self, obj: Any, dest: int, tag: int = 0) -> MPI.Request:
+        """Nonblocking send of an object; what it is at the call is sent."""
+        return _pass(MPI.Comm.isend, self, None if dest == MPI.PROC_NULL else obj, dest, tag)
+
+    def ibsend(self, obj: Any, dest: int, tag: int = 0) -> MPI.Request:
+        """Nonblocking send in buffered mode."""
+        return _pass(MPI.Comm.ibsend, self, None if dest == MPI.PROC_NULL else obj, dest, tag)
+
+    def issend(self, obj: Any, dest: int, tag: int = 0) -> MPI.Request:
+        """Nonblocking send in synchronous mode."""
+        return _pass(MPI.Comm.issend, self, None if dest == MPI.PROC_NULL else obj, dest, tag)
+
+    def sendrecv(
+        self,
+        sendobj: Any,
+        dest: int,
+        sendtag: int = 0,
+        recvbuf: Any = None,
+        source: int = MPI.ANY_SOURCE,
+        recvtag: int = MPI.ANY_TAG,
+        status: MPI.Status | None = None,
+    ) -> Any:
+        """Send an object and receive one."""
+        sent = None if dest == MPI.PROC_NULL else sendobj
+        return _pass(MPI.Comm.sendrecv, self, sent, dest, sendtag, recvbuf, source, recvtag, status)
+
+    def bcast(self, obj: Any, root: int = 0) -> Any:
+        """Broadcast the root's object."""
+        return _pass(MPI.Comm.bcast, self, obj if _is_root(self, root) else None, root)
+
+    def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
+        """Gather objects at the root."""
+        sends = root not in (MPI.ROOT, MPI.PROC_NULL)
+        return _pass(MPI.Comm.gather, self, sendobj if sends else None, root)
+
+    def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
+        """Scatter the items of the root's sequence."""
+        return _pass_each(MPI.Comm.scatter, self, sendobj if _is_root(self, root) else None, root)
+
+    def allgather(self, sendobj: Any) -> list[Any]:
+        """Gather objects everywhere."""
+        return _pass(MPI.Comm.allgather, self, sendobj)
+
+    def alltoall(self, sendobj: Sequence[Any]) -> list[Any]:
+        """Send one item to each rank."""
+        return _pass_each(MPI.Comm.alltoall, self, sendobj)
+
+
+class NeighborObjects(_Topocomm):
+    """The same with the neighbours of a topology."""
+
+    def neighbor_allgather(self, sendobj: Any) -> list[Any]:
+        """Gather the neighbours' objects."""
+        return _pass(MPI.Topocomm.neighbor_allgather, self, sendobj)
+
+    def neighbor_alltoall(self, sendobj: list[Any]) -> list[Any]:
+        """Send one item to each neighbour."""
+        return _pass_each(MPI.Topocomm.neighbor_alltoall, self, sendobj)

@@ -1,0 +1,458 @@
+"""A small program on the emulated device whose results are wrong if any wait is missing.
+
+    mpirun -n 2 python tests/mutation/program.py staged|direct [multiple|serialized]
+
+Nothing here synchronises, except where a final result is read. Streams other than the reader's stay
+behind, so every case that says "another stream" shows that gdcomm itself has waited. With `serialized`
+gdcomm has no progress thread, which could hide a missing drive. Exits nonzero on a wrong value, an
+exception, a lease or a block that never comes back, and on a hang.
+"""
+
+# ruff: noqa: E402 - the watchdog and mpi4py's settings go before the imports
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import mpi4py
+
+faulthandler.dump_traceback_later(float(os.environ.get("GDCOMM_WATCHDOG", "20")), exit=True)
+mpi4py.rc.thread_level = sys.argv[2] if len(sys.argv) > 2 else "multiple"
+
+import numpy as np
+from mpi4py import MPI
+
+import gdcomm
+import gdcomm.testing
+from gdcomm.devices.emulated import EmulatedEvent
+from gdcomm.memory.pinned import PinnedPool
+
+DEVICE = gdcomm.testing.emulate(seed=11)
+THREAD = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+SIZES = [1, 3, 512, 4097, 8192, 131_072 + 5, 786_432 + 3]  # float64: 8 B to 6 MiB, round and not
+TOKEN = np.zeros(1)
+STREAMS = []
+
+
+class WrongError(Exception):
+    """A result is not what MPI promises."""
+
+
+def stream():
+    STREAMS.append(DEVICE.Stream())
+    return STREAMS[-1]
+
+
+def ramp(size, start):
+    """Values that differ from place to place, from rank to rank and from case to case."""
+    return start + np.arange(float(size))
+
+
+def queued(values, order):
+    """A device array that `order` fills when its queue runs; it was used before, so it holds other data."""
+    array = DEVICE.empty(np.shape(values))
+    DEVICE.fill(array, -1.0, order)
+    DEVICE.launch(order, lambda view: np.copyto(view, values), array)
+    return array
+
+
+def check(what, array, expected, order):
+    """Compare at the very end; waits for `order` only."""
+    got = array if isinstance(array, np.ndarray) else DEVICE.asnumpy(array, order)
+    if not np.array_equal(got, np.broadcast_to(expected, got.shape)):
+        bad = np.flatnonzero(np.ravel(got != expected))
+        raise WrongError(f"{what}: {bad.size} of {got.size} wrong, first {np.ravel(got)[bad[:3]]} at {bad[:3]}")
+
+
+def require(what, condition):
+    if not condition:
+        raise WrongError(what)
+
+
+def blocking_both_ways(comm, peer):
+    """Kernels before a call are seen, kernels after it may overwrite (send) or read (receive)."""
+    for size in SIZES:
+        s = stream()
+        with s:
+            x, y, z = queued(ramp(size, 10.0 * comm.rank), s), DEVICE.empty(size), DEVICE.empty(size)
+            DEVICE.fill(y, -2.0, s)
+            old = DEVICE.empty(size)
+            DEVICE.launch(s, lambda a, b: np.copyto(b, a), y, old)  # reads what Recv will overwrite
+            if comm.rank:
+                comm.Recv(y, peer)
+            comm.Send(x, peer)
+            DEVICE.fill(x, -3.0, s)
+            if not comm.rank:
+                comm.Recv(y, peer)
+            DEVICE.launch(s, lambda a, b: np.copyto(b, 2 * a), y, z)
+            check(f"Recv {size}", z, 2 * ramp(size, 10.0 * peer), s)
+            check(f"before Recv {size}", old, -2.0, s)
+
+
+def sendrecv(comm, peer):
+    for size in SIZES:
+        s = stream()
+        x, y = queued(ramp(size, 7.0 + comm.rank), s), DEVICE.empty(size)
+        DEVICE.fill(y, -4.0, s)
+        comm.Sendrecv(x, peer, 1, y, peer, 1, stream=s)
+        DEVICE.fill(x, -5.0, s)
+        comm.Sendrecv_replace(y, peer, 2, peer, 2, stream=s)
+        check(f"Sendrecv {size}", y, ramp(size, 7.0 + comm.rank), s)
+
+
+class Produced:
+    """An array whose interface names its stream: so the two ends of a call are on two streams."""
+
+    def __init__(self, array, order):
+        self._array, self.dtype = array, array.dtype
+        self.__cuda_array_interface__ = {**array.__cuda_array_interface__, "stream": order.ptr}
+
+
+def two_streams(comm, peer):
+    """The two ends of one call on two streams: each is waited for."""
+    for size in SIZES:
+        a, b = stream(), stream()
+        x, y = queued(ramp(size, 30.0 + comm.rank), a), DEVICE.empty(size)
+        DEVICE.fill(y, -6.0, b)
+        comm.Sendrecv(Produced(x, a), peer, 1, Produced(y, b), peer, 1)
+        DEVICE.fill(x, -7.0, a)
+        check(f"two streams {size}", y, ramp(size, 30.0 + peer), b)
+        total = DEVICE.empty(size)
+        DEVICE.fill(total, -8.0, b)
+        x = queued(ramp(size, comm.rank), a)
+        comm.Allreduce(Produced(x, a), Produced(total, b))
+        check(f"two streams Allreduce {size}", total, 2 * ramp(size, 0.5), b)
+
+
+def nonblocking(comm, peer):
+    """After Wait the data is there for every stream, and blocks go round while copies are queued."""
+    for size in SIZES:
+        s, other = stream(), stream()
+        with s:
+            xs = [queued(ramp(size, 100.0 * i + comm.rank), s) for i in range(3)]
+            ys = [DEVICE.empty(size) for _ in xs]
+            for y in ys:
+                DEVICE.fill(y, -9.0, s)
+            requests = [comm.Irecv(y, peer, i) for i, y in enumerate(ys)]
+            requests += [comm.Isend(x, peer, i) for i, x in enumerate(xs)]
+            (MPI.Request.Waitall if THREAD else gdcomm.Request.Waitall)(requests)
+            require("a request that was waited for is null", all(r == MPI.REQUEST_NULL for r in requests))
+            for i, y in enumerate(ys):
+                check(f"Irecv {size}, another stream", y, ramp(size, 100.0 * i + peer), other)
+            for x, y in zip(xs, ys, strict=True):
+                DEVICE.fill(x, -10.0, s)
+                DEVICE.launch(s, lambda a: np.negative(a, a), y)
+            for i, y in enumerate(ys):
+                check(f"work after Irecv {size}", y, -ramp(size, 100.0 * i + peer), s)
+
+
+def completion(comm, peer):
+    """Every way to complete a request: not before the message is sent, and then with the data in place."""
+
+    def test_each(requests):
+        return all([request.Test() for request in requests])
+
+    def get_status(requests):
+        return all([request.Get_status() for request in requests])
+
+    def some(requests):
+        return (gdcomm.Request.Testsome(requests) is None) or all(r == MPI.REQUEST_NULL for r in requests)
+
+    def any_of(requests):
+        gdcomm.Request.Testany(requests)
+        return all(r == MPI.REQUEST_NULL for r in requests)
+
+    def waits(requests):
+        for request in requests:
+            request.Wait()
+        return True
+
+    def waitany(requests):
+        for _ in requests:
+            gdcomm.Request.Waitany(requests)
+        return True
+
+    def waitsome(requests):
+        while gdcomm.Request.Waitsome(requests):
+            pass
+        return True
+
+    def waitall(requests):
+        gdcomm.Request.Waitall(requests)
+        return True
+
+    polls = [test_each, get_status, gdcomm.Request.Testall, some, any_of]
+    for size in (5, 140_000):
+        for number, way in enumerate([*polls, waits, waitany, waitsome, waitall]):
+            s, other = stream(), stream()
+            with s:
+                ys = [DEVICE.empty(size), DEVICE.empty(size)]
+                for y in ys:
+                    DEVICE.fill(y, -11.0, s)
+                requests = [comm.Irecv(y, peer, 20 + i) for i, y in enumerate(ys)]
+                if way in polls:  # of one request, too: `all` must not hide it
+                    early = any(way([request]) for request in requests for _ in range(9))
+                    require(f"{way.__name__}: no message was sent yet", not early)
+                MPI.COMM_WORLD.Sendrecv(TOKEN, peer, 99, TOKEN.copy(), peer, 99)
+                for i in range(2):
+                    comm.Send(queued(ramp(size, 10.0 * number + i + comm.rank), s), peer, 20 + i)
+                while not way(requests):
+                    pass
+                for i, y in enumerate(ys):
+                    check(f"{way.__name__} {size}", y, ramp(size, 10.0 * number + i + peer), other)
+                if way is get_status:
+                    waits(requests)
+                require(f"{way.__name__}: null after completion", all(r == MPI.REQUEST_NULL for r in requests))
+
+
+def persistent(comm, peer):
+    """Three starts, with kernels queued in between that refill and read the buffers."""
+    for size in SIZES:
+        s, other = stream(), stream()
+        with s:
+            x, y, z = DEVICE.empty(size), DEVICE.empty(size), DEVICE.zeros(size, stream=s)
+            send, receive = comm.Send_init(x, peer, 3), comm.Recv_init(y, peer, 3)
+            for turn in range(3):
+                values = ramp(size, 1000.0 * turn + comm.rank)
+                DEVICE.launch(s, lambda a, values=values: np.copyto(a, values), x)
+                DEVICE.fill(y, -12.0, s)
+                if turn == 1:
+                    gdcomm.Prequest.Startall([receive, send])
+                else:
+                    receive.Start()
+                    send.Start()
+                if turn == 0:
+                    (MPI.Request.Waitall if THREAD else gdcomm.Request.Waitall)([receive, send])
+                elif turn == 1:
+                    receive.Wait()
+                    send.Wait()
+                else:
+                    while not gdcomm.Request.Testall([send, receive]):
+                        pass
+                check(f"Recv_init {size}, another stream", y, ramp(size, 1000.0 * turn + peer), other)
+                DEVICE.fill(x, -13.0, s)
+                DEVICE.launch(s, lambda a, b: np.add(a, b, b), y, z)
+            check(f"Recv_init {size}, three starts", z, 3 * ramp(size, 1000.0 + peer), s)
+            DEVICE.fill(x, 77.0 + comm.rank, s)
+            send.Start()
+            receive.Start()
+            receive.Free()  # waits first
+            send.Free()
+            require("null after Free", receive == send == MPI.REQUEST_NULL)
+            check(f"Free {size}", y, 77.0 + peer, other)
+
+
+def collectives(comm, peer):
+    for size in SIZES:
+        s, other = stream(), stream()
+        with s:
+            x, y, z = queued(ramp(size, comm.rank), s), DEVICE.empty(size), DEVICE.empty(size)
+            DEVICE.fill(y, -14.0, s)
+            comm.Allreduce(x, y)
+            DEVICE.fill(x, -15.0, s)
+            DEVICE.launch(s, lambda a, b: np.copyto(b, a), y, z)
+            comm.Allreduce(MPI.IN_PLACE, y)
+            check(f"Allreduce {size}", z, 2 * ramp(size, 0.5), s)
+            check(f"Allreduce in place {size}", y, 4 * ramp(size, 0.5), s)
+            for root in range(2):
+                b = queued(ramp(size, 40.0 + comm.rank), s)
+                comm.Bcast(b, root)
+                DEVICE.launch(s, lambda a: np.negative(a, a), b)
+                check(f"Bcast {size}", b, -ramp(size, 40.0 + root), s)
+            x, y = queued(ramp(size, comm.rank), s), DEVICE.empty(size)
+            DEVICE.fill(y, -16.0, s)
+            comm.Iallreduce(x, y).Wait()
+            DEVICE.fill(x, -17.0, s)
+            check(f"Iallreduce {size}, another stream", y, 2 * ramp(size, 0.5), other)
+            request = comm.Allreduce_init(x, y)
+            DEVICE.fill(z, 0.0, s)
+            for turn in range(3):
+                values = ramp(size, 10.0 * turn + comm.rank)
+                DEVICE.launch(s, lambda a, values=values: np.copyto(a, values), x)
+                DEVICE.fill(y, -18.0, s)
+                request.Start()
+                request.Wait()
+                check(f"Allreduce_init {size}, another stream", y, 2 * ramp(size, 10.0 * turn + 0.5), other)
+                DEVICE.launch(s, lambda a, b: np.add(a, b, b), y, z)
+            request.Free()
+            check(f"Allreduce_init {size}, three starts", z, 6 * ramp(size, 10.5), s)
+
+
+def layouts(comm, peer):
+    """Strided and Fortran-ordered ends; what lies between the elements stays."""
+    for size in (6, 700, 400_000):
+        for ask in ("strided", "fortran"):
+            s, other = stream(), stream()
+            with s:
+                values = ramp(2 * size, 50.0 + comm.rank).reshape(2, size)
+                expected = ramp(2 * size, 50.0 + peer).reshape(2, size)
+                wide = DEVICE.empty((2, 2 * size))
+                DEVICE.fill(wide, -19.0, s)
+                x = wide[:, ::2] if ask == "strided" else DEVICE.empty((2, size), order="F")
+                DEVICE.launch(s, lambda a, values=values: np.copyto(a, values), x)
+                whole = DEVICE.empty((2, 2 * size))
+                DEVICE.fill(whole, -20.0, s)
+                y = whole[:, ::2] if ask == "strided" else DEVICE.empty((2, size), order="F")
+                comm.Sendrecv(x, peer, 5, y, peer, 5)
+                DEVICE.fill(x, -21.0, s)
+                check(f"{ask} {size}", y, expected, s)
+                check("between the elements", whole[:, 1::2], -20.0, s)
+                DEVICE.launch(s, lambda a, values=values: np.copyto(a, values), x)
+                DEVICE.fill(whole, -20.0, s)
+                requests = [comm.Irecv(y, peer, 6), comm.Isend(x, peer, 6)]
+                gdcomm.Request.Waitall(requests)
+                check(f"{ask} {size}, another stream", y, expected, other)
+                comm.Sendrecv([x, size, MPI.DOUBLE], peer, 7, [y, size, MPI.DOUBLE], peer, 7)  # a part
+                check(f"{ask} {size}, a part", y, expected, s)
+
+
+def mixed_ends(comm, peer):
+    """One end in host memory, the other on the device."""
+    for size in SIZES:
+        s, other = stream(), stream()
+        with s:
+            host, y = np.full(size, -22.0), DEVICE.empty(size)
+            DEVICE.fill(y, -23.0, s)
+            if comm.rank:
+                x = queued(ramp(size, 60.0), s)
+                comm.Send(x, peer)
+                DEVICE.fill(x, -24.0, s)
+                comm.Recv(y, peer)
+                check(f"device end {size}", y, ramp(size, 61.0), s)
+                comm.Irecv(y, peer).Wait()
+                check(f"device end {size}, another stream", y, ramp(size, 62.0), other)
+            else:
+                comm.Recv(host, peer)
+                check(f"host end {size}", host, ramp(size, 60.0), s)
+                comm.Send(ramp(size, 61.0), peer)
+                comm.Isend(ramp(size, 62.0), peer).Wait()
+            x = queued(ramp(size, 63.0 + comm.rank), s)
+            comm.Sendrecv(x, peer, 1, host, peer, 1)
+            check(f"host receives {size}", host, ramp(size, 63.0 + peer), s)
+            comm.Sendrecv(host, peer, 1, y, peer, 1)
+            check(f"device receives {size}", y, ramp(size, 63.0 + comm.rank), s)
+
+
+def many_in_a_row(comm, peer):
+    """More messages than any ring of blocks is long, whose copies all stay queued; read in the opposite order."""
+    for size in (100, 70_001):
+        streams, out = [stream() for _ in range(4)], stream()
+        arrived = []
+        for i in range(48):
+            s = streams[i % 4]
+            x, y = queued(ramp(size, 200.0 * i + comm.rank), out), DEVICE.empty(size)
+            DEVICE.fill(y, -25.0, s)
+            if i % 3 == 0:
+                comm.Sendrecv(Produced(x, out), peer, i, Produced(y, s), peer, i)
+            elif i % 3 == 1:
+                request = comm.Isend(x, peer, i, stream=out)
+                comm.Recv(y, peer, i, stream=s)
+                request.Wait()
+            else:
+                comm.Reduce_scatter_block(Produced(queued(ramp(2 * size, i), out), out), Produced(y, s))
+            DEVICE.fill(x, -26.0, out)
+            arrived.append((s, y, i))
+        for s, y, i in reversed(arrived):
+            expected = ramp(size, 200.0 * i + peer) if i % 3 < 2 else 2 * ramp(size, i + comm.rank * size)
+            check(f"message {i} of many, {size}", y, expected, s)
+
+
+def in_objects(comm, peer):
+    """Device arrays in Python objects: the same promises."""
+    for size in SIZES:
+        s = stream()
+        with s:
+            x = queued(ramp(size, 300.0 + comm.rank), s)
+            a = comm.sendrecv({"array": [x, "text"]}, peer, 1, None, peer, 1)["array"][0]
+            request = comm.isend(x, peer, 2)
+            b = comm.recv(None, peer, 2)
+            request.wait()
+            DEVICE.fill(x, -27.0, s)
+            c = comm.alltoall([queued(ramp(size, 310.0 + 2 * comm.rank + i), s) for i in range(2)])
+            d = comm.bcast(queued(ramp(size, 320.0), s) if comm.rank else None, 1)
+            DEVICE.launch(s, lambda view: np.negative(view, view), a)
+            for i, array in enumerate(c):
+                check(f"alltoall {size}", array, ramp(size, 310.0 + 2 * i + comm.rank), s)
+            check(f"sendrecv {size}", a, -ramp(size, 300.0 + peer), s)
+            check(f"recv {size}", b, ramp(size, 300.0 + peer), s)
+            check(f"bcast {size}", d, ramp(size, 320.0), s)
+
+
+def error_between(comm, peer):
+    """A send that fails while its copy to the host is queued: nobody else gets that block before."""
+
+    def fail(*_):
+        raise RuntimeError("the device is in error")
+
+    def send_object(array, dest, stream):
+        with stream:
+            comm.send([array], dest)
+
+    for size in (6, 700, 400_000):
+        for send in (comm.Send, send_object):
+            s, t = stream(), stream()
+            # Strided: such arrays are staged on every path, in blocks of the pool whatever their size.
+            x, y = DEVICE.empty((size, 2))[:, 0], DEVICE.empty((size, 2))[:, 0]
+            values = ramp(size, 80.0 + comm.rank)
+            DEVICE.launch(s, lambda a, values=values: np.copyto(a, values), x)
+            working = EmulatedEvent.synchronize
+            DEVICE.synchronize = EmulatedEvent.synchronize = fail
+            try:
+                send(x, peer, stream=s)
+                raise WrongError("the device's error is lost")
+            except RuntimeError:
+                pass
+            finally:
+                del DEVICE.synchronize
+                EmulatedEvent.synchronize = working
+            request = comm.Isend(ramp(size, 90.0 + comm.rank), peer)
+            comm.Recv(y, peer, stream=t)
+            request.Wait()
+            check(f"after an error, input {size}", x, values, s)  # the late copy runs
+            check(f"after an error {size}", y, ramp(size, 90.0 + peer), t)
+
+
+def nothing_is_left():
+    """Every lease is back and every block free once all streams are done."""
+    for s in [*STREAMS, DEVICE.default_stream]:
+        s.synchronize()
+    gc.collect()
+    pools = [thing for thing in gc.get_objects() if isinstance(thing, PinnedPool)]
+    for pool in pools:
+        stats = pool.stats()
+        require(f"leases are left: {stats}", stats["leased"] == stats["pending"] == 0)
+    return sum(pool.stats()["hits"] for pool in pools)
+
+
+def main():
+    wanted = os.environ.get("GDCOMM_MUTANT", "/")
+    if not Path(gdcomm.__file__).is_relative_to(wanted):
+        raise ImportError(f"gdcomm comes from {gdcomm.__file__}, not from {wanted}")
+    comm = gdcomm.Communicator(path=sys.argv[1])
+    require("this needs two ranks", comm.size == 2)
+    peer = 1 - comm.rank
+    for case in (
+        blocking_both_ways, sendrecv, two_streams, collectives, layouts, mixed_ends, many_in_a_row, nonblocking,
+        completion, persistent, in_objects, error_between,
+    ):  # fmt: skip
+        case(comm, peer)
+    hits = nothing_is_left()
+    require("blocks were used again", hits > 100 or sys.argv[1] == "direct")
+    comm.Barrier()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BaseException as error:
+        kind = "wrong" if isinstance(error, WrongError) else "exception"
+        print(f"MUTANT {kind}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        traceback.print_exc()
+        sys.stderr.flush()
+        MPI.COMM_WORLD.Abort(1)
+    faulthandler.cancel_dump_traceback_later()

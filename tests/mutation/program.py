@@ -30,7 +30,7 @@ from mpi4py import MPI
 import gdcomm
 import gdcomm.testing
 from gdcomm.devices.emulated import EmulatedEvent
-from gdcomm.memory.pinned import PinnedPool
+from gdcomm.memory.pinned import PinnedPool, Slots
 
 DEVICE = gdcomm.testing.emulate(seed=11)
 THREAD = MPI.Query_thread() == MPI.THREAD_MULTIPLE
@@ -417,6 +417,35 @@ def error_between(comm, peer):
             check(f"after an error {size}", y, ramp(size, 90.0 + peer), t)
 
 
+def error_in_a_slot(comm, peer):
+    """The same for the ring of small slots: its next rounds get that slot only when the late copy is over."""
+
+    def fail(*_):
+        raise RuntimeError("the device is in error")
+
+    s, t = stream(), stream()
+    x = DEVICE.empty(100)
+    DEVICE.launch(s, lambda a: a.fill(5.0), x)
+    working = EmulatedEvent.synchronize
+    DEVICE.synchronize = EmulatedEvent.synchronize = fail
+    try:
+        comm.Send(x, peer, stream=s)
+        raise WrongError("the device's error is lost")
+    except RuntimeError:
+        pass
+    finally:
+        del DEVICE.synchronize
+        EmulatedEvent.synchronize = working
+    received = [DEVICE.empty(100) for _ in range(2 * Slots.COUNT)]
+    for i, y in enumerate(received):
+        request = comm.Isend(ramp(100, 90.0 + i), peer)
+        comm.Recv(y, peer, stream=t)
+        request.Wait()
+    s.synchronize()  # the late copy runs
+    for i, y in enumerate(received):
+        check(f"slots after an error, {i}", y, ramp(100, 90.0 + i), t)
+
+
 def nothing_is_left():
     """Every lease is back and every block free once all streams are done."""
     for s in [*STREAMS, DEVICE.default_stream]:
@@ -438,7 +467,7 @@ def main():
     peer = 1 - comm.rank
     for case in (
         blocking_both_ways, sendrecv, two_streams, collectives, layouts, mixed_ends, many_in_a_row, nonblocking,
-        completion, persistent, in_objects, error_between,
+        completion, persistent, in_objects, error_between, error_in_a_slot,
     ):  # fmt: skip
         case(comm, peer)
     hits = nothing_is_left()

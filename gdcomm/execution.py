@@ -17,7 +17,7 @@ from numpy import ndarray
 from gdcomm import devices, large
 from gdcomm.arguments import explain
 from gdcomm.devices.base import Buffer, Event
-from gdcomm.errors import BufferSpecError, NoPathError
+from gdcomm.errors import BufferSpecError
 from gdcomm.memory.pinned import pool_of
 from gdcomm.operations import BLOCKING, PERSISTENT, Operation
 from gdcomm.reductions import substitute, wire_dtype
@@ -31,7 +31,7 @@ from gdcomm.transports.staged import StagedSide
 if TYPE_CHECKING:
     from gdcomm.paths import Paths
 
-__all__ = ["execute", "plain", "reducible", "refuse_device"]
+__all__ = ["execute", "plain", "reducible"]
 
 _HOST_TYPES = frozenset(
     (ndarray, bytes, bytearray, memoryview, stdarray, type(None), type(MPI.IN_PLACE), type(MPI.BOTTOM))
@@ -59,17 +59,6 @@ def reducible(sendbuf: Any, recvbuf: Any) -> bool:
     if not (type(array) is ndarray and 0 < array.dtype.num < 17 and (array.ndim < 2 or array.flags.c_contiguous)):
         return False
     return plain(sendbuf if array is recvbuf else recvbuf)
-
-
-def refuse_device(name: str, spec: Any) -> None:
-    """Raise if a buffer argument is device memory, which `name` can't carry.
-
-    Raises:
-        NoPathError: always for device memory.
-    """
-    array, _ = split_spec(spec)
-    if type(array) not in _HOST_TYPES and devices.find(array) is not None:
-        raise NoPathError(f"{name}: buf is a device array, and there is no path for it; give a host array")
 
 
 class Plan:
@@ -159,6 +148,8 @@ def _block(comm: Any, plan: Plan) -> None:
 
 
 def _start(comm: Any, plan: Plan) -> Any:
+    if not plan.sides:  # host memory as mpi4py takes it
+        return plan.call(comm)
     if plan.operation.form == PERSISTENT:
         return Prequest._make(plan.call(comm), plan)
     plan.begin()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
-from gdcomm.execution import execute, plain, refuse_device
+from gdcomm import devices
+from gdcomm.devices.base import Buffer
+from gdcomm.execution import execute, plain
 from gdcomm.operations import BLOCKING, REQUEST, operation
+from gdcomm.partitioned import PartitionedRequest, Partitions
 from gdcomm.paths import Paths
+from gdcomm.transports.base import split_spec
 
 if TYPE_CHECKING:
     _Comm = MPI.Comm
@@ -46,11 +51,21 @@ class Matching(_Comm):
     _paths: Paths
 
     def Psend_init(
-        self, buf: Any, partitions: int, dest: int, tag: int = 0, info: MPI.Info = MPI.INFO_NULL
+        self,
+        buf: Any,
+        partitions: int,
+        dest: int,
+        tag: int = 0,
+        info: MPI.Info = MPI.INFO_NULL,
+        *,
+        stream: Any = None,
     ) -> MPI.Prequest:
-        """Partitioned send; host arrays only."""
-        refuse_device("Psend_init", buf)
-        return super().Psend_init(buf, partitions, dest, tag, info)
+        """Persistent send whose partitions are marked one by one as ready; device arrays are staged."""
+        buffer = _device_buffer(buf, stream)
+        if buffer is None:
+            return super().Psend_init(buf, partitions, dest, tag, info)
+        work = Partitions("Psend_init", buf, buffer, partitions, False)
+        return _partitioned(super().Psend_init, work, partitions, dest, tag, info)
 
     def Precv_init(
         self,
@@ -59,10 +74,15 @@ class Matching(_Comm):
         source: int = MPI.ANY_SOURCE,
         tag: int = MPI.ANY_TAG,
         info: MPI.Info = MPI.INFO_NULL,
+        *,
+        stream: Any = None,
     ) -> MPI.Prequest:
-        """Partitioned receive; host arrays only."""
-        refuse_device("Precv_init", buf)
-        return super().Precv_init(buf, partitions, source, tag, info)
+        """Persistent receive whose partitions can be asked for one by one; device arrays are staged."""
+        buffer = _device_buffer(buf, stream)
+        if buffer is None:
+            return super().Precv_init(buf, partitions, source, tag, info)
+        work = Partitions("Precv_init", buf, buffer, partitions, True)
+        return _partitioned(super().Precv_init, work, partitions, source, tag, info)
 
     def _message(self, found: MPI.Message) -> Message:
         message = Message(found)
@@ -81,3 +101,16 @@ class Matching(_Comm):
         """Take a message out of the queue if there is one."""
         found = super().Improbe(source, tag, status)
         return None if found is None else self._message(found)
+
+
+def _device_buffer(spec: Any, stream: Any) -> Buffer | None:
+    array, _ = split_spec(spec)
+    return None if plain(array) else devices.find(array, stream)
+
+
+def _partitioned(call: Callable[..., MPI.Prequest], work: Partitions, *arguments: Any) -> MPI.Prequest:
+    try:
+        return PartitionedRequest._make(call(work.spec, *arguments), work)
+    except BaseException:
+        work.close()
+        raise

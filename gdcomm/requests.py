@@ -305,7 +305,7 @@ class Prequest(_Driven, MPI.Prequest):  # type: ignore[misc]
         work: prepares that memory at each start, takes the result out of it, gives it back at `Free`.
     """
 
-    _plan: tuple[MPI.Prequest, Work] | None = None
+    _plan: tuple[MPI.Prequest, Any] | None = None  # the second is its `Work`
 
     @classmethod
     def _make(cls, inner: MPI.Prequest, work: Work) -> Prequest:

@@ -278,8 +278,10 @@ class EmulatedDevice(Device):
 
     def find(self, obj: Any, stream: Any = None) -> Buffer | None:
         interface = getattr(obj, "__cuda_array_interface__", None)
+        if not (isinstance(interface, dict) and isinstance((interface.get("data") or (None,))[0], int)):
+            return None  # none, or a broken one: mpi4py says what is wrong with it
         ours = isinstance(obj, EmulatedArray) and obj._device is self  # also if it has no bytes
-        if interface is None or not (ours or self.owns(interface["data"][0])):
+        if not (ours or self.owns(interface["data"][0])):
             return None
         address, readonly = interface["data"]
         dtype = np.dtype(interface["typestr"])

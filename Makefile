@@ -8,12 +8,16 @@ bench: .venv/ready
 	mkdir -p bench-out
 	$(BIN)/gdcomm info
 	$(BIN)/gdcomm run -n 4 -m gdcomm bench all -e 1M --json bench-out/bench.json --plot bench-out/bench.png
+	@if launch/nodes check; then set -x; \
+	    launch/nodes run 2 -n 4 $(BIN)/python -m gdcomm bench all -e 1M \
+	        --json bench-out/bench-2-nodes.json --plot bench-out/bench-2-nodes.png; \
+	else echo "the benchmark on 2 simulated nodes is left out: see the line above"; fi
 
 test: .venv/ready .venv-mpich/ready lint
 	$(BIN)/python tests/run.py --mpich-python .venv-mpich/bin/python
 
 lint: .venv/ready
-	$(BIN)/ruff check gdcomm tests
+	$(BIN)/ruff check gdcomm tests launch bench
 	$(BIN)/mypy
 
 .venv/ready: pyproject.toml launch/setup.sh

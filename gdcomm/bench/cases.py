@@ -173,20 +173,20 @@ def _blocks(name: str) -> Callable[..., Case]:
 
 
 def _p2p(comm: Any, plain: Any, arrays: Any, nbytes: int, dtype: Any) -> Case:
-    """Ping-pong of ranks 0 and 1; the time is that of one way, half a round trip."""
+    """Ping-pong of the first and the last rank, which are on two nodes if any are; one way: half a round trip."""
     count = max(1, nbytes // np.dtype(dtype).itemsize)
-    rank = plain.Get_rank()
+    rank, last = plain.Get_rank(), plain.Get_size() - 1
     x, y = arrays.make(_values(rank, count, dtype)), arrays.make(np.zeros(count, dtype))
 
     def call() -> None:
         if rank == 0:
-            comm.Send(x, 1)
-            comm.Recv(y, 1)
-        elif rank == 1:
+            comm.Send(x, last)
+            comm.Recv(y, last)
+        elif rank == last:
             comm.Recv(y, 0)
             comm.Send(x, 0)
 
-    expected = _values(1 - rank, count, dtype) if rank < 2 else None
+    expected = _values(last - rank, count, dtype) if rank in (0, last) else None
     return Case(call, y, expected, count * np.dtype(dtype).itemsize, 1.0)
 
 

@@ -4,7 +4,7 @@
 
 Columns: `staged` and `auto` are gdcomm; `naive` is cupy.asnumpy, mpi4py, .set; `raw` is mpi4py handed the CuPy
 array after a stream synchronise (only where this MPI's capability allows). Times in microseconds: the
-slowest rank of each repetition, median over repetitions. p2p is half a round trip.
+slowest rank of each repetition, median over repetitions, all columns in turns. p2p is half a round trip.
 """
 
 from __future__ import annotations
@@ -26,23 +26,37 @@ from gdcomm.capabilities import local_capabilities
 WORLD = MPI.COMM_WORLD
 
 
-def measure(call, seconds: float = 0.4, limit: int = 2000) -> float:
-    """Median over repetitions of the slowest rank's time, in us."""
-    for _ in range(3):
-        call()
+def measure(ways, seconds: float = 0.6) -> dict[str, float]:
+    """Time all ways in turns, in both directions: medians over repetitions of the slowest rank's time, in us."""
+    names = list(ways)
+    for name in names:
+        for _ in range(3):
+            ways[name]()
     start = time.perf_counter()
-    call()
+    for name in names:
+        ways[name]()
     once = WORLD.allreduce(time.perf_counter() - start, MPI.MAX)
-    repeats = max(5, min(limit, int(seconds / max(once, 1e-7))))
-    times = np.empty(repeats)
-    for i in range(repeats):
-        WORLD.Barrier()
-        start = time.perf_counter()
-        call()
-        times[i] = time.perf_counter() - start
+    times = np.empty((max(9, min(1000, int(seconds / once))), len(names)))
+    for i, row in enumerate(times):
+        order = np.roll(np.arange(len(names)), i)[:: 1 if i % 2 else -1]
+        for column in order:
+            WORLD.Barrier()
+            start = time.perf_counter()
+            ways[names[column]]()
+            row[column] = time.perf_counter() - start
     worst = np.empty_like(times)
     WORLD.Allreduce(times, worst, MPI.MAX)
-    return float(np.median(worst) * 1e6)
+    return dict(zip(names, np.median(worst, axis=0) * 1e6, strict=True))
+
+
+def wrong(ways, y, expected) -> int:
+    """Elements of `y` that differ from what each way must leave there, over all ranks."""
+    count = 0
+    for call in ways.values():
+        y.fill(-1)
+        call()
+        count += 0 if expected is None else int((y != expected).sum())
+    return WORLD.allreduce(count)
 
 
 def p2p(comm, x, y, send, recv):
@@ -106,12 +120,10 @@ def main() -> None:
         if "p2p" in can.groups:
             ways["auto"] = p2p(WORLD, x, y, auto.Send, auto.Recv)
             ways["raw"] = p2p(WORLD, x, y, raw_send, WORLD.Recv)
-        row = {"operation": "p2p", "nbytes": nbytes, "wrong": 0}
-        for name, call in ways.items():
-            y.fill(-1)
-            row[name] = measure(call) / 2
-            if WORLD.rank < 2:
-                row["wrong"] += int((y != cupy.arange(n, dtype="d") + (1 - WORLD.rank)).sum())
+        row = {"operation": "p2p", "nbytes": nbytes}
+        expected = cupy.arange(n, dtype="d") + (1 - WORLD.rank)
+        row["wrong"] = wrong(ways, y, expected if WORLD.rank < 2 else None)
+        row |= {name: us / 2 for name, us in measure(ways).items()}
         rows.append(row)
 
         def naive_allreduce(a=x, b=y, n=n):
@@ -124,13 +136,11 @@ def main() -> None:
             staged.Allreduce(a, b)
             sync()
 
-        row = {"operation": "allreduce", "nbytes": nbytes, "wrong": 0}
-        for name, call in {"staged": staged_allreduce, "naive": naive_allreduce}.items():
-            y.fill(-1)
-            row[name] = measure(call)
-            expected = cupy.arange(n, dtype="d") * WORLD.size + WORLD.size * (WORLD.size - 1) / 2
-            row["wrong"] += int((y != expected).sum())
-        rows.append(row)
+        ways = {"staged": staged_allreduce, "naive": naive_allreduce}
+        row = {"operation": "allreduce", "nbytes": nbytes}
+        expected = cupy.arange(n, dtype="d") * WORLD.size + WORLD.size * (WORLD.size - 1) / 2
+        row["wrong"] = wrong(ways, y, expected)
+        rows.append(row | measure(ways))
     host_rows = []
     for nbytes in (8, 65536, 1 << 20):
         a, b = np.arange(nbytes // 8, dtype="d"), np.empty(nbytes // 8)

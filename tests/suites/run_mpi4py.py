@@ -22,6 +22,12 @@ NOT_OURS = [
     "testConstructor",  # copies of request objects by their class's name, which is ours here
 ]
 
+NOT_OURS_CUPY = [
+    "TestMessageRMA",  # windows are mpi4py's own, and MPI copies device memory with the CPU
+    "SimpleCuPy.testNotContiguous",  # asks for an error; strided arrays are served
+    "Numba",  # Numba's own assignment fails in the suite's order of imports; tests/gpu has Numba arrays
+]
+
 
 def emulated_backend(arrayimpl, numpy):  # type: ignore[no-untyped-def]
     """An array kind for mpi4py's registry: elements are read and written through host copies."""
@@ -173,7 +179,7 @@ def main() -> None:
     if options.array in DEVICE_KINDS:
         options.x += NOT_OURS
     if options.array == "cupy":
-        options.x.append("TestMessageRMA")  # windows are mpi4py's own, and MPI copies from device memory with the CPU
+        options.x += NOT_OURS_CUPY
     extra += [word for name in options.x for word in ("-x", name)] + (["-v"] if options.v else [])
     sys.argv = ["main.py", "--no-builddir", *extra, *arguments]
     suite.main(module=None)

@@ -132,7 +132,9 @@ class _Progress:
             if self._thread is None and not self._stop and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
                 self._thread = threading.Thread(target=self._run, name="gdcomm-progress", daemon=True)
                 self._thread.start()
-                atexit.register(self.stop)  # runs before mpi4py's own MPI_Finalize
+                atexit.register(self.stop)
+                # MPI_Finalize deletes the attributes of COMM_SELF first of all, while MPI still works.
+                MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: self.stop()), True)
             self._wake.notify()
 
     def poll(self) -> None:

@@ -22,7 +22,7 @@ def pytest_runtest_protocol(item):
 def pytest_runtest_makereport(item, call):
     """Under mpirun a rank that fails must not leave the others in a collective: it ends the job."""
     report = yield
-    if report.failed and "mpi4py.MPI" in sys.modules and item.path.parent.name in ("mpi", "gpu"):
+    if report.failed and "mpi4py.MPI" in sys.modules and item.path.parent.name in ("mpi", "gpu", "cluster"):
         from mpi4py import MPI
 
         if MPI.COMM_WORLD.Get_size() > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -251,7 +252,17 @@ class CudaDevice(Device):
     def pinned(self, nbytes: int) -> _Array:
         if not nbytes:
             return np.empty(0, np.uint8)
-        pointer = runtime.hostAlloc(nbytes, 0)  # not CuPy's pool: it rounds up to powers of two
+        try:
+            pointer = runtime.hostAlloc(nbytes, 0)  # not CuPy's pool: it rounds up to powers of two
+        except runtime.CUDARuntimeError as error:
+            # Copies to and from pageable memory are right too, and slower; everything here waits as for pinned.
+            warnings.warn(
+                f"{nbytes} bytes can't be page-locked ({error}); staging through pageable memory. "
+                "Check free memory and `ulimit -l`",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return np.empty(nbytes, np.uint8)
         block: Any = (ctypes.c_ubyte * nbytes).from_address(pointer)
         weakref.finalize(block, runtime.freeHost, pointer).atexit = False  # the driver frees it at exit
         return np.frombuffer(block, np.uint8)

@@ -17,7 +17,7 @@ import gdcomm
 import gdcomm.testing
 
 if "GDCOMM_SIMULATED_NODES" not in os.environ:
-    pytest.skip("run: launch/nodes run 2 -n 4 python -m pytest tests/cluster", allow_module_level=True)
+    pytest.skip("run: launch/nodes run 2 -n 4 python -m pytest -p no:pytest_mpi tests/cluster", allow_module_level=True)
 
 NODES = int(os.environ["GDCOMM_SIMULATED_NODES"])
 WORLD = MPI.COMM_WORLD
@@ -236,4 +236,4 @@ def test_a_message_crosses_the_wire_once(comm):
     if RANK == PEER:
         equal(array, data(values.size, 0))
     if RANK == 0:
-        assert 1.0 * nbytes <= sent <= 1.2 * nbytes
+        assert 1.0 * nbytes <= sent <= 1.15 * nbytes

@@ -207,3 +207,18 @@ def test_forced_direct_says_why_it_can_not(monkeypatch):
     comm = gdcomm.Communicator(path="direct")
     with pytest.raises(gdcomm.NoPathError, match="GDCOMM_MPI_DEVICE_OPS"):
         comm.Allreduce(cupy.ones(3), cupy.ones(3))
+
+
+def test_memory_that_cannot_be_page_locked_is_staged_all_the_same(monkeypatch):
+    from cupy.cuda import runtime
+
+    def refuse(*_):
+        raise runtime.CUDARuntimeError(2)  # cudaErrorMemoryAllocation
+
+    n = 3_000_017  # a size class that no other test has put into the pool
+    comm = gdcomm.Communicator(path="staged")
+    x, y = cupy.arange(n, dtype="f4"), cupy.empty(n, "f4")
+    monkeypatch.setattr(runtime, "hostAlloc", refuse)
+    with pytest.warns(RuntimeWarning, match="page-locked"):
+        comm.Allreduce(x, y, MPI.MAX)
+    assert bool((y == x).all())

@@ -74,7 +74,7 @@ def host_side(spec: Any, reads: bool, writes: bool) -> HostSide | None:
     array, rest = split_spec(spec)
     if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
         return None
-    if rest and isinstance(rest[-1], (MPI.Datatype, list, tuple)) and not _predefined(rest[-1]):
+    if rest and _derived(rest[-1]):
         return None
     fortran = array.ndim > 1 and not array.flags.c_contiguous and array.flags.f_contiguous
     typed = bool(rest) and isinstance(rest[-1], (MPI.Datatype, str))
@@ -122,8 +122,11 @@ def _find_datatype(dtype: np.dtype[Any]) -> MPI.Datatype | None:
     return MPI.Datatype.fromcode(wire.char)
 
 
-def _predefined(datatype: Any) -> bool:
-    return isinstance(datatype, MPI.Datatype) and datatype.is_predefined
+def _derived(item: Any) -> bool:
+    """Whether the end of a buffer argument is a derived datatype, or one datatype for each rank (Alltoallw)."""
+    if isinstance(item, MPI.Datatype):
+        return not item.is_predefined
+    return isinstance(item, (list, tuple)) and any(isinstance(part, MPI.Datatype) for part in item)
 
 
 def _whole(rest: tuple[Any, ...]) -> bool:

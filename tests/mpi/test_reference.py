@@ -240,3 +240,27 @@ def test_persistent_requests(kind, comm):
     send.Free()
     recv.Free()
     assert (kind.read(y) == 0).all()
+
+
+@pytest.mark.parametrize("dtype", ["d", "e", "V3", "M8[s]", [("a", "i2"), ("b", "d")]])
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("form", ["counts", "counts and displacements"])
+def test_explicit_counts_hide_neither_order_nor_dtype(kind, comm, dtype, order, form):
+    """Rank r gets r + 1 elements of a two-dimensional array, in logical order."""
+    counts = [rank + 1 for rank in range(comm.size)]
+    starts = [sum(counts[:rank]) for rank in range(comm.size)]
+    total = sum(counts)
+    values = (np.arange(2 * total) % 100 + 1).astype("u1").astype("d")
+    values = values.astype(dtype) if dtype != "V3" else np.arange(6 * total, dtype="u1").view("V3")
+    values = values.reshape(2, total)
+    mine = kind.make(np.zeros(counts[comm.rank], values.dtype))
+    rest = [counts] if form == "counts" else [(counts, starts)]
+    comm.Scatterv([kind.make(values, order), *rest] if comm.rank == 0 else None, mine, 0)
+    start = starts[comm.rank]
+    assert kind.read(mine).tobytes() == values.ravel()[start : start + counts[comm.rank]].tobytes()
+    back = kind.make(np.zeros((2, total), values.dtype), order)
+    comm.Gatherv(mine, [back, *rest] if comm.rank == 0 else None, 0)
+    if comm.rank == 0:
+        result = kind.read(back)
+        assert result.ravel()[:total].tobytes() == values.ravel()[:total].tobytes()
+        assert not any(result.ravel()[total:].tobytes())

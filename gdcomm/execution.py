@@ -20,10 +20,10 @@ from gdcomm.devices.base import Buffer, Event
 from gdcomm.errors import BufferSpecError
 from gdcomm.memory.pinned import pool_of
 from gdcomm.operations import BLOCKING, PERSISTENT, Operation
-from gdcomm.reductions import substitute, wire_dtype
+from gdcomm.reductions import check_reduction, substitute, wire_dtype
 from gdcomm.requests import Pending, Prequest, Request, start_request
 from gdcomm.short import short
-from gdcomm.transports.base import Side, split_spec
+from gdcomm.transports.base import Side, reach, split_spec
 from gdcomm.transports.host import host_side
 from gdcomm.transports.mpi import DirectSide
 from gdcomm.transports.staged import StagedSide
@@ -216,8 +216,12 @@ def _add_side(plan: Plan, comm: Any, paths: Paths, position: int, in_place: bool
         plan.large |= buffer.nbytes > large.LIMIT
         if writes and buffer.readonly:
             _refuse_readonly(operation, position, buffer)
-        if operation.both >= 0 and operation.root >= 0:  # Bcast: only the root's content is read
-            reads = _is_root(comm, plan)
+        if rest:
+            _check_reach(operation, position, comm, rest, buffer)
+        if operation.root >= 0 and comm.Is_inter():  # which buffers count differs by rank: keep what is there
+            reads = True
+        elif operation.both >= 0 and operation.root >= 0:  # Bcast: only the root's content is read
+            reads = bool(plan.arguments[operation.root] == comm.Get_rank())
         if paths.transport(operation) == "mpi" and _dense(buffer, rest):
             side = DirectSide(buffer, rest, reads, writes)
         else:
@@ -230,12 +234,6 @@ def _add_side(plan: Plan, comm: Any, paths: Paths, position: int, in_place: bool
     if side.finishes:
         plan.writers.append(side)
     plan.arguments[position] = side.spec
-
-
-def _is_root(comm: Any, plan: Plan) -> bool:
-    """Whether this rank is the root."""
-    root = plan.arguments[plan.operation.root]
-    return bool(root == (MPI.ROOT if comm.Is_inter() else comm.Get_rank()))
 
 
 def _dense(buffer: Buffer, rest: tuple[Any, ...]) -> bool:
@@ -262,6 +260,17 @@ def _refuse_readonly(operation: Operation, position: int, buffer: Buffer) -> Non
     )
 
 
+def _check_reach(operation: Operation, position: int, comm: Any, rest: tuple[Any, ...], buffer: Buffer) -> None:
+    """Refuse counts and displacements that leave the array: MPI would read and write other memory."""
+    blocks = comm.Get_size() if position in large.blocks(operation.name) else 1
+    end = reach(rest, buffer.dtype.itemsize, blocks)
+    if end > buffer.nbytes:
+        raise BufferSpecError(
+            f"{operation.name}: argument {position + 1}: counts and displacements reach byte {end} of an array of "
+            f"{buffer.nbytes} bytes; give smaller ones, or a larger array"
+        )
+
+
 def _is_in_place(spec: Any) -> bool:
     """None means in place too (where it does not mean "not the root")."""
     return spec is None or (type(spec) is type(MPI.IN_PLACE) and spec == MPI.IN_PLACE)
@@ -270,6 +279,7 @@ def _is_in_place(spec: Any) -> bool:
 def _replace_op(plan: Plan) -> None:
     """Put in the operator that reduces the dtype at hand, where MPI's own does not."""
     if plan.dtypes:
+        check_reduction(plan.operation.name, plan.dtypes, plan.arguments[plan.operation.op])
         replacement = substitute(plan.dtypes[-1], plan.arguments[plan.operation.op])
         if replacement is not None:
             plan.arguments[plan.operation.op] = replacement

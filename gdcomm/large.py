@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from gdcomm.operations import BLOCKING, Operation
 
-__all__ = ["LIMIT", "call"]
+__all__ = ["LIMIT", "blocks", "call"]
 
 LIMIT = 2**31 - 1 if MPI.Get_version() < (4, 0) else 2**63 - 1
 _PIECE = 2**30  # elements
@@ -29,21 +29,25 @@ def call(operation: Operation, comm: Any, arguments: list[Any]) -> Any:
         return operation.call(comm, *arguments)
     if operation.group == "reduce":
         return _in_pieces(operation, comm, arguments)
-    family = operation.name.removesuffix("_init")
-    family = family if family in _BLOCKS else family.removeprefix("I").capitalize()
     types: list[MPI.Datatype] = []
     arguments = list(arguments)
     for p in positions:
         array = arguments[p]
         if isinstance(array, np.ndarray):
-            blocks = comm.Get_size() if p in _BLOCKS.get(family, ()) else 1
-            types.append(_block_type(array.nbytes // blocks))
+            count = comm.Get_size() if p in blocks(operation.name) else 1
+            types.append(_block_type(array.nbytes // count))
             arguments[p] = [array.view(np.uint8), 1, types[-1]]
     try:
         return operation.call(comm, *arguments)
     finally:
         for datatype in types:  # MPI keeps it until pending operations are done
             datatype.Free()
+
+
+def blocks(name: str) -> tuple[int, ...]:
+    """The positions whose array is one block for each rank, by method name."""
+    family = name.removesuffix("_init")
+    return _BLOCKS.get(family if family in _BLOCKS else family.removeprefix("I").capitalize(), ())
 
 
 def _elements(spec: Any) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 
 from gdcomm import devices
+from gdcomm.arguments import UNSERVED, unserved
 from gdcomm.devices.base import Buffer
 from gdcomm.execution import execute, plain
 from gdcomm.operations import BLOCKING, REQUEST, operation
@@ -34,14 +35,19 @@ class Message(MPI.Message):
     def Recv(self, buf: Any, status: MPI.Status | None = None, *, stream: Any = None) -> None:
         """Receive the message."""
         if plain(buf):
-            super().Recv(buf, status)
-        else:
-            execute(self, self._paths, _RECV, (buf, status), stream)
+            try:
+                return super().Recv(buf, status)
+            except UNSERVED as error:
+                unserved(error, self, "Message.Recv", (buf, status))
+        execute(self, self._paths, _RECV, (buf, status), stream)
 
     def Irecv(self, buf: Any, *, stream: Any = None) -> MPI.Request:
         """Nonblocking Recv."""
         if plain(buf):
-            return super().Irecv(buf)
+            try:
+                return super().Irecv(buf)
+            except UNSERVED as error:
+                unserved(error, self, "Message.Irecv", (buf,))
         return execute(self, self._paths, _IRECV, (buf,), stream)  # type: ignore[no-any-return]
 
 

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-__all__ = ["substitute", "wire_dtype"]
+from gdcomm.errors import BufferSpecError
+
+__all__ = ["check_reduction", "substitute", "wire_dtype"]
 
 _UFUNCS: dict[str, np.ufunc] = {
     "SUM": np.add,
@@ -69,6 +71,26 @@ def substitute(dtype: np.dtype[Any], op: MPI.Op) -> MPI.Op | None:
     return _made[key]
 
 
+def check_reduction(name: str, dtypes: list[np.dtype[Any]], op: MPI.Op) -> None:
+    """Refuse what MPI would do on the integers or bytes under which these dtypes travel.
+
+    Raises:
+        BufferSpecError: dtypes that differ, or an operator that has no meaning for them.
+    """
+    odd = [dtype for dtype in dtypes if wire_dtype(dtype) is not None]
+    if not odd:
+        return
+    if len(set(dtypes)) > 1:
+        raise BufferSpecError(
+            f"{name}: sendbuf and recvbuf differ ({', '.join(map(str, dtypes))}); give arrays of one dtype"
+        )
+    op_name = _name_of(op)
+    allowed = _UFUNCS if _is_half(odd[0]) else _TIMES.get(odd[0].kind, ())
+    if op_name and op_name not in allowed:
+        raise BufferSpecError(f"{name}: op: MPI.{op_name} has no meaning for {odd[0]}; convert, or use MPI.Op.Create")
+
+
+_TIMES = {"m": ("SUM", "MAX", "MIN"), "M": ("MAX", "MIN")}
 _PREDEFINED = {
     name: getattr(MPI, name)
     for name in ("SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR")

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from mpi4py import MPI
 
+from gdcomm.arguments import ArgumentError
 from gdcomm.devices.base import Event
 
 __all__ = ["Pending", "Prequest", "Request"]
@@ -335,6 +336,8 @@ class Prequest(_Driven, MPI.Prequest):  # type: ignore[misc]
             super().Start()
             return
         inner, work = self._plan
+        if self._pending is not None and _MPIRequest.__ne__(self, MPI.REQUEST_NULL):
+            raise ArgumentError(MPI.ERR_REQUEST, "Start: the request is active; complete it by Wait or Test first")
         work.begin()
         inner.Start()
         pending = Pending(inner, work, close=False)

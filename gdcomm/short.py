@@ -50,6 +50,8 @@ def short(comm: Any, paths: Paths, operation: Operation, arguments: tuple[Any, .
             return False
         writes = position != operation.send
         datatype = datatype_of(buffer.dtype)
+        if operation.op >= 0 and buffer.dtype.num > 16:  # not one of MPI's numbers
+            return False
         if datatype is None or buffer.nbytes > LIMIT or (writes and buffer.readonly):
             return False
         if paths.transport(operation) == "mpi":
@@ -96,5 +98,4 @@ def _matters(comm: Any, operation: Operation, arguments: tuple[Any, ...]) -> boo
     """Whether the content of a buffer that is read counts on this rank: in a Bcast, the root's alone."""
     if operation.both < 0 or operation.root < 0:
         return True
-    root = arguments[operation.root]
-    return bool(root == (MPI.ROOT if comm.Is_inter() else comm.Get_rank()))
+    return bool(comm.Is_inter() or arguments[operation.root] == comm.Get_rank())

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["Buffer", "Device", "Event", "find", "install", "installed"]
 
 _installed: list[Device] = []
-_LIBRARIES = ("cupy", "torch", "numba.cuda", "jaxlib", "cuda")
+_LIBRARIES = ("cupy", "torch", "numba.cuda", "jaxlib", "cuda", "pycuda", "rmm", "warp")
 _finders: dict[type, Callable[[Any, Any], Buffer | None]] = {}  # by type, of types that may be on a GPU
 _cuda_state: list[CudaDevice | None] = []  # empty: not looked for yet
 

@@ -18,9 +18,12 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import numpy as np
+from mpi4py import MPI
+
 from gdcomm.devices.base import Event
 
-__all__ = ["Side", "split_spec"]
+__all__ = ["Side", "reach", "split_spec"]
 
 
 class Side(Protocol):
@@ -48,3 +51,34 @@ def split_spec(spec: Any) -> tuple[Any, tuple[Any, ...]]:
     if isinstance(spec, (list, tuple)) and spec:
         return spec[0], tuple(spec[1:])
     return spec, ()
+
+
+def reach(rest: tuple[Any, ...], itemsize: int, blocks: int = 1) -> int:
+    """The byte of the array where explicit counts and displacements end; 0 if there are none.
+
+    Args:
+        rest: what follows the array in the buffer argument, in any of mpi4py's forms.
+        itemsize: bytes of an element where no datatype is given.
+        blocks: blocks of a single count (one a rank).
+    """
+    parts = [*rest]
+    unit: Any = itemsize
+    step: Any = None  # of displacements: elements, but bytes where there is one datatype for each rank
+    if parts and isinstance(parts[-1], MPI.Datatype):
+        unit = parts.pop().Get_extent()[1]
+    elif parts and isinstance(parts[-1], (list, tuple)) and any(isinstance(t, MPI.Datatype) for t in parts[-1]):
+        unit, step = np.array([t.Get_extent()[1] for t in parts.pop()]), 1
+    elif parts and isinstance(parts[-1], str):
+        unit = MPI.Datatype.fromcode(parts.pop()).Get_extent()[1]
+    if not parts or parts[0] is None:
+        return 0
+    counts, displs = parts[0], parts[1] if len(parts) > 1 else None
+    if displs is None and isinstance(counts, tuple) and len(counts) == 2 and not isinstance(counts[0], int):
+        counts, displs = counts
+    if counts is None:
+        return 0
+    if np.ndim(counts) == 0:
+        return int(counts) * int(np.max(unit)) * blocks + int(displs or 0) * int(np.max(unit))
+    ends = np.asarray(counts, np.int64) * unit
+    starts = np.cumsum(ends) - ends if displs is None else np.asarray(displs, np.int64) * (step or unit)
+    return int(np.max(np.where(ends > 0, starts + ends, 0), initial=0))

@@ -77,7 +77,8 @@ def host_side(spec: Any, reads: bool, writes: bool) -> HostSide | None:
     if rest and _derived(rest[-1]):
         return None
     fortran = array.ndim > 1 and not array.flags.c_contiguous and array.flags.f_contiguous
-    typed = bool(rest) and isinstance(rest[-1], (MPI.Datatype, str))
+    last = rest[-1] if rest else None
+    typed = isinstance(last, (MPI.Datatype, str)) or (isinstance(last, (list, tuple)) and _has_types(last))
     odd = not typed and not array.dtype.hasobject and wire_dtype(array.dtype) is not None
     if not fortran and not (odd and array.flags.c_contiguous):
         return None
@@ -126,7 +127,11 @@ def _derived(item: Any) -> bool:
     """Whether the end of a buffer argument is a derived datatype, or one datatype for each rank (Alltoallw)."""
     if isinstance(item, MPI.Datatype):
         return not item.is_predefined
-    return isinstance(item, (list, tuple)) and any(isinstance(part, MPI.Datatype) for part in item)
+    return isinstance(item, (list, tuple)) and any(_derived(part) for part in item)
+
+
+def _has_types(item: Any) -> bool:
+    return any(isinstance(part, MPI.Datatype) for part in item)
 
 
 def _whole(rest: tuple[Any, ...]) -> bool:

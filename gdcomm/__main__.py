@@ -13,11 +13,13 @@ from typing import Any
 
 import click
 
+from gdcomm import __version__
+
 __all__ = ["main"]
 
 
 @click.group()
-@click.version_option(package_name="gdcomm")
+@click.version_option(__version__)
 def main() -> None:
     """MPI communicators for GPU arrays."""
 
@@ -71,7 +73,7 @@ class _Size(click.ParamType):
 @click.option("-e", "--max-bytes", type=_Size(), default="4M", show_default=True, help="Largest size.")
 @click.option("-f", "--factor", type=click.IntRange(min=2), default=8, show_default=True, help="Step between sizes.")
 @click.option("--dtype", default="float32", show_default=True, help="NumPy dtype.")
-@click.option("--seconds", default=0.3, show_default=True, help="Time for each row.")
+@click.option("--seconds", type=click.FloatRange(0, 3600), default=0.3, show_default=True, help="Time for each row.")
 @click.option("--device", type=click.Choice(["auto", "none", "emulated", "cuda"]), default="auto", show_default=True,
               help="Device arrays. auto: CuPy where a GPU answers, else the emulated device.")  # fmt: skip
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write results.")
@@ -113,12 +115,14 @@ def _bench(names: list[str], options: dict[str, Any]) -> int:
     unknown = [name for name in names if name not in CASES]
     if unknown:
         raise click.UsageError(f"unknown operation {', '.join(unknown)}; give all, or some of {', '.join(CASES)}")
-    try:
-        dtype = np.dtype(options["dtype"])
-    except TypeError as error:
-        raise click.UsageError(f"--dtype: {error}") from None
-    if options["min_bytes"] > options["max_bytes"]:
-        raise click.UsageError("--min-bytes is larger than --max-bytes")
+    dtype = _dtype(options["dtype"])
+    if options["min_bytes"] > options["max_bytes"] or not options["max_bytes"]:
+        raise click.UsageError("--max-bytes is smaller than --min-bytes, or 0")
+    for path in (options["json_path"], options["plot_path"]):
+        if path is not None and not path.absolute().parent.is_dir():  # known before an hour of measuring
+            raise click.UsageError(f"{path}: the folder does not exist; make it first")
+    if options["plot_path"] is not None and options["plot_path"].suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise click.UsageError(f"--plot: {options['plot_path']} does not end in .png, .svg or .pdf")
     device = _device(options["device"], world)
     sizes, size = [], max(1, options["min_bytes"])
     while size <= options["max_bytes"]:
@@ -153,9 +157,26 @@ def _bench(names: list[str], options: dict[str, Any]) -> int:
     return wrong
 
 
+def _dtype(name: str) -> Any:
+    """A dtype that every operation can move and sum."""
+    import numpy as np
+
+    try:
+        if name == "bfloat16":
+            import ml_dtypes
+
+            return np.dtype(ml_dtypes.bfloat16)
+        dtype = np.dtype(name)
+    except (TypeError, ImportError) as error:
+        raise click.UsageError(f"--dtype: {error}") from None
+    if dtype.kind not in "iufc":
+        raise click.UsageError(f"--dtype: {name} can't be summed; give a number type such as float32")
+    return dtype
+
+
 def _device(asked: str, world: Any) -> str:
     """The kind of device arrays, the same on all ranks."""
-    if asked != "auto":
+    if asked not in ("auto", "cuda"):
         return asked
     from gdcomm import devices
 
@@ -166,7 +187,10 @@ def _device(asked: str, world: Any) -> str:
         has_gpu = devices.cuda_device() is not None
     except ImportError:
         pass
-    return "cuda" if all(world.allgather(has_gpu)) else "emulated"
+    found = all(world.allgather(has_gpu))
+    if asked == "cuda" and not found:
+        raise click.UsageError("--device cuda: a rank has no CuPy, or no GPU that it can use; see `gdcomm info`")
+    return "cuda" if found else "emulated"
 
 
 if __name__ == "__main__":

@@ -101,7 +101,6 @@ def bench(names: tuple[str, ...], **options: Any) -> None:
 
 
 def _bench(names: list[str], options: dict[str, Any]) -> int:
-    import numpy as np
     from mpi4py import MPI
     from rich.console import Console
 

@@ -13,6 +13,7 @@ from mpi4py import MPI
 import gdcomm
 from gdcomm.bench.cases import CASES, CupyArrays, EmulatedArrays, HostArrays, NaiveArrays
 from gdcomm.errors import NoPathError
+from gdcomm.reductions import wire_dtype
 
 __all__ = ["Figure", "columns", "sweep"]
 
@@ -87,6 +88,9 @@ def _row(
     for column, (comm, arrays) in paths.items():
         case = CASES[name](comm, world, arrays, nbytes, dtype)
         figure = figures[column] = Figure(name, column, case.nbytes)
+        if column in ("raw", "naive") and wire_dtype(dtype) is not None:
+            figure.why = f"mpi4py can't do {dtype}"
+            continue
         if name == "p2p" and world.Get_size() < 2:
             figure.why = "needs 2 ranks"
             continue

@@ -23,7 +23,7 @@ from gdcomm.operations import BLOCKING, PERSISTENT, Operation
 from gdcomm.reductions import check_reduction, substitute, wire_dtype
 from gdcomm.requests import Pending, Prequest, Request, start_request
 from gdcomm.short import short
-from gdcomm.transports.base import Side, reach, split_spec
+from gdcomm.transports.base import Side, derived, reach, split_spec
 from gdcomm.transports.host import host_side
 from gdcomm.transports.mpi import DirectSide
 from gdcomm.transports.staged import StagedSide
@@ -141,7 +141,7 @@ def _block(comm: Any, plan: Plan) -> None:
     if not plan.writers:
         plan.call(comm)
     else:
-        status = _status(plan)
+        status = plan.operation.receipt(plan.arguments) if plan.counted else None
         plan.call(comm)
         plan.end(None if status is None else status.Get_elements(MPI.BYTE))
     plan.close()
@@ -157,17 +157,6 @@ def _start(comm: Any, plan: Plan) -> Any:
     if not plan.writers and not any(side.holds for side in plan.sides):
         return Request._plain(inner, plan)
     return start_request(Pending(inner, plan))
-
-
-def _status(plan: Plan) -> MPI.Status | None:
-    """The status that tells how much was received; ours if the user gave none."""
-    position = plan.operation.status
-    if position < 0 or not plan.counted:
-        return None
-    if plan.arguments[position] is None:
-        plan.arguments[position] = MPI.Status()
-    status: MPI.Status = plan.arguments[position]
-    return status
 
 
 def _fill(plan: Plan, comm: Any, paths: Paths, stream: Any) -> None:
@@ -199,7 +188,6 @@ def _add_side(plan: Plan, comm: Any, paths: Paths, position: int, in_place: bool
     spec = plan.arguments[position]
     array, rest = split_spec(spec)
     writes = position != operation.send
-    reads = position != operation.recv or in_place
     buffer = None if type(array) in _HOST_TYPES else devices.find(array, stream)
     side: Side | None
     if buffer is None:
@@ -207,21 +195,18 @@ def _add_side(plan: Plan, comm: Any, paths: Paths, position: int, in_place: bool
         if isinstance(dtype, np.dtype):
             plan.dtypes.append(dtype)
             plan.large |= array.nbytes > large.LIMIT
-        side = host_side(spec, reads or operation.partial, writes)
+        side = host_side(spec, position != operation.recv or in_place or operation.partial, writes)
         if side is None:
             return
     else:
         plan.dtypes.append(buffer.dtype)
         plan.owners.append(buffer)
         plan.large |= buffer.nbytes > large.LIMIT
-        if writes and buffer.readonly:
-            _refuse_readonly(operation, position, buffer)
+        if writes:
+            buffer.require_writable(operation.name, "buf" if position == operation.both else "recvbuf")
         if rest:
             _check_reach(operation, position, comm, rest, buffer)
-        if operation.root >= 0 and comm.Is_inter():  # which buffers count differs by rank: keep what is there
-            reads = True
-        elif operation.both >= 0 and operation.root >= 0:  # Bcast: only the root's content is read
-            reads = bool(plan.arguments[operation.root] == comm.Get_rank())
+        reads = operation.reads(comm, position, plan.arguments, in_place)
         if paths.transport(operation) == "mpi" and _dense(buffer, rest):
             side = DirectSide(buffer, rest, reads, writes)
         else:
@@ -241,23 +226,7 @@ def _dense(buffer: Buffer, rest: tuple[Any, ...]) -> bool:
     if not buffer.contiguous:
         return False
     wire = wire_dtype(buffer.dtype)
-    return (wire is None or wire.itemsize == buffer.dtype.itemsize) and all(_plain_item(item) for item in rest)
-
-
-def _plain_item(item: Any) -> bool:
-    if isinstance(item, MPI.Datatype):
-        return bool(item.is_predefined)
-    if isinstance(item, (list, tuple)):
-        return all(_plain_item(part) for part in item)
-    return True
-
-
-def _refuse_readonly(operation: Operation, position: int, buffer: Buffer) -> None:
-    name = "buf" if position == operation.both else "recvbuf"
-    raise BufferSpecError(
-        f"{operation.name}: {name} is a read-only device array ({type(buffer.owner).__name__}); "
-        "give a writable one, for example a copy"
-    )
+    return (wire is None or wire.itemsize == buffer.dtype.itemsize) and not any(derived(item) for item in rest)
 
 
 def _check_reach(operation: Operation, position: int, comm: Any, rest: tuple[Any, ...], buffer: Buffer) -> None:

@@ -9,7 +9,6 @@ from mpi4py import MPI
 
 from gdcomm import devices
 from gdcomm.arguments import UNSERVED, unserved
-from gdcomm.devices.base import Buffer
 from gdcomm.execution import execute, plain
 from gdcomm.operations import BLOCKING, REQUEST, operation
 from gdcomm.partitioned import PartitionedRequest, Partitions
@@ -67,11 +66,7 @@ class Matching(_Comm):
         stream: Any = None,
     ) -> MPI.Prequest:
         """Persistent send whose partitions are marked one by one as ready; device arrays are staged."""
-        buffer = _device_buffer(buf, stream)
-        if buffer is None:
-            return super().Psend_init(buf, partitions, dest, tag, info)
-        work = Partitions("Psend_init", buf, buffer, partitions, False)
-        return _partitioned(super().Psend_init, work, partitions, dest, tag, info)
+        return _partitioned(super().Psend_init, False, stream, buf, partitions, dest, tag, info)
 
     def Precv_init(
         self,
@@ -84,11 +79,7 @@ class Matching(_Comm):
         stream: Any = None,
     ) -> MPI.Prequest:
         """Persistent receive whose partitions can be asked for one by one; device arrays are staged."""
-        buffer = _device_buffer(buf, stream)
-        if buffer is None:
-            return super().Precv_init(buf, partitions, source, tag, info)
-        work = Partitions("Precv_init", buf, buffer, partitions, True)
-        return _partitioned(super().Precv_init, work, partitions, source, tag, info)
+        return _partitioned(super().Precv_init, True, stream, buf, partitions, source, tag, info)
 
     def _message(self, found: MPI.Message) -> Message:
         message = Message(found)
@@ -109,14 +100,17 @@ class Matching(_Comm):
         return None if found is None else self._message(found)
 
 
-def _device_buffer(spec: Any, stream: Any) -> Buffer | None:
-    array, _ = split_spec(spec)
-    return None if plain(array) else devices.find(array, stream)
-
-
-def _partitioned(call: Callable[..., MPI.Prequest], work: Partitions, *arguments: Any) -> MPI.Prequest:
+def _partitioned(
+    call: Callable[..., MPI.Prequest], receives: bool, stream: Any, buf: Any, partitions: int, *rest: Any
+) -> MPI.Prequest:
+    """mpi4py's method on a host buffer, or on the mirror of a device array."""
+    array, _ = split_spec(buf)
+    buffer = None if plain(array) else devices.find(array, stream)
+    if buffer is None:
+        return call(buf, partitions, *rest)
+    work = Partitions(call.__name__, buf, buffer, partitions, receives)
     try:
-        return PartitionedRequest._make(call(work.spec, *arguments), work)
+        return PartitionedRequest._make(call(work.spec, partitions, *rest), work)
     except BaseException:
         work.close()
         raise

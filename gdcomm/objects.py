@@ -24,7 +24,6 @@ from gdcomm.memory.pinned import Lease, pool_of
 __all__ = ["Packed", "pack", "queue"]
 
 _PLAIN = frozenset((str, bytes, int, float, bool, type(None)))
-_LIBRARIES = ("cupy", "torch", "jaxlib", "numba.cuda")
 
 # Exactly these classes: what a subclass adds is known to its own pickling only. The same holds for classes that
 # merely show a CUDA Array Interface; the arrays that such objects are made of come here by themselves.
@@ -202,7 +201,7 @@ def pack(obj: Any) -> Any:
 def queue(obj: Any) -> Any:
     """As `pack`, but does not wait for the copies."""
     kind = type(obj)
-    if kind in _PLAIN or (kind is np.ndarray and not obj.dtype.hasobject) or not _device_arrays_possible():
+    if kind in _PLAIN or (kind is np.ndarray and not obj.dtype.hasobject) or not devices.possible():
         return obj
     try:
         packed = Packed(obj)
@@ -213,8 +212,3 @@ def queue(obj: Any) -> Any:
     if not packed.arrays and MPI.pickle.PROTOCOL != pickle.HIGHEST_PROTOCOL:
         return obj  # perhaps another pickler (marshal, json), which need not know Packed
     return packed
-
-
-def _device_arrays_possible() -> bool:
-    """Device arrays exist only where a device was installed or a library that makes them is loaded."""
-    return any(sys.modules.get(name) is not None for name in _LIBRARIES) or bool(devices.installed())

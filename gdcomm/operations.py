@@ -6,7 +6,7 @@ form, and every transport. Nothing here looks at an array.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,23 @@ class Operation:
     counted: bool = False
     buffers: tuple[int, ...] = ()
     simple: bool = False
+
+    def reads(self, comm: MPI.Comm, position: int, arguments: Sequence[Any], in_place: bool) -> bool:
+        """Whether the content of the buffer at `position` counts on this rank."""
+        if self.root >= 0 and comm.Is_inter():  # which buffers count differs by rank: keep what is there
+            return True
+        if self.both >= 0 and self.root >= 0:  # Bcast: only the root's
+            return bool(arguments[self.root] == comm.Get_rank())
+        return position != self.recv or in_place
+
+    def receipt(self, arguments: list[Any]) -> MPI.Status | None:
+        """The status argument, put in where the user gave none; None if the operation has none."""
+        if self.status < 0:
+            return None
+        if arguments[self.status] is None:
+            arguments[self.status] = MPI.Status()
+        status: MPI.Status = arguments[self.status]
+        return status
 
 
 OPERATIONS: dict[str, Operation] = {}

@@ -39,8 +39,8 @@ class Partitions:
         types = [item for item in rest if isinstance(item, MPI.Datatype)]
         if len(counts) + len(types) < len(rest) or not all(item.is_predefined for item in types):
             raise NoPathError(f"{name}: device arrays go with a count and a predefined datatype only; got {rest}")
-        if receives and buffer.readonly:
-            raise BufferSpecError(f"{name}: buf is a read-only device array; give a writable one, for example a copy")
+        if receives:
+            buffer.require_writable(name, "buf")
         itemsize = types[0].Get_size() if types else buffer.dtype.itemsize
         count = counts[0] if counts else buffer.nbytes // itemsize // max(partitions, 1)
         if count * itemsize * partitions > buffer.nbytes:
@@ -64,7 +64,8 @@ class Partitions:
         """Fill the mirror with these partitions; blocks until that is done."""
         for partition in partitions:
             self._buffer.device.to_host(self._piece(partition), self._buffer, partition * self._size)
-        self._buffer.device.synchronize(self._buffer.stream)
+        self._event = self._buffer.device.record(self._buffer.stream)  # kept: an error may come between
+        self._event.synchronize()
 
     def arrived(self, partition: int) -> None:
         """Queue this partition's copy to the device, once in a round."""

@@ -64,7 +64,7 @@ def short(comm: Any, paths: Paths, operation: Operation, arguments: tuple[Any, .
         call[position] = [_fromaddress(slot.address, buffer.nbytes), datatype]
         if writes:
             results.append((buffer, slot))
-        if (position != operation.recv or in_place) and buffer.nbytes and _matters(comm, operation, arguments):
+        if buffer.nbytes and operation.reads(comm, position, arguments, in_place):
             buffer.device.to_host(slot.array[: buffer.nbytes], buffer)
             try:
                 buffer.device.synchronize(buffer.stream)
@@ -80,11 +80,7 @@ def short(comm: Any, paths: Paths, operation: Operation, arguments: tuple[Any, .
     if not results:
         operation.call(comm, *call)
         return True
-    status = None
-    if operation.counted:
-        status = call[operation.status]
-        if status is None:
-            status = call[operation.status] = MPI.Status()
+    status = operation.receipt(call) if operation.counted else None
     operation.call(comm, *call)
     for buffer, slot in results:
         nbytes = buffer.nbytes if status is None else status.Get_elements(MPI.BYTE)
@@ -92,10 +88,3 @@ def short(comm: Any, paths: Paths, operation: Operation, arguments: tuple[Any, .
             buffer.device.to_device(buffer, slot.array[:nbytes])
             slot.event = buffer.device.record(buffer.stream)
     return True
-
-
-def _matters(comm: Any, operation: Operation, arguments: tuple[Any, ...]) -> bool:
-    """Whether the content of a buffer that is read counts on this rank: in a Bcast, the root's alone."""
-    if operation.both < 0 or operation.root < 0:
-        return True
-    return bool(comm.Is_inter() or arguments[operation.root] == comm.Get_rank())

@@ -33,6 +33,11 @@ def _pass(method: Callable[..., Any], comm: Any, obj: Any, *rest: Any) -> Any:
             packed.release()
 
 
+def _send(method: Callable[..., Any], comm: Any, obj: Any, dest: int, *rest: Any) -> Any:
+    """As `_pass`, to one rank; an object for nobody is not copied."""
+    return _pass(method, comm, None if dest == MPI.PROC_NULL else obj, dest, *rest)
+
+
 def _pass_each(method: Callable[..., Any], comm: Any, objects: Any, *rest: Any) -> Any:
     """As `_pass`, for methods that pickle each item of a sequence by itself."""
     if objects is None:
@@ -61,27 +66,27 @@ class Objects(_Comm):
 
     def send(self, obj: Any, dest: int, tag: int = 0) -> None:
         """Send an object."""
-        _pass(MPI.Comm.send, self, None if dest == MPI.PROC_NULL else obj, dest, tag)
+        _send(MPI.Comm.send, self, obj, dest, tag)
 
     def bsend(self, obj: Any, dest: int, tag: int = 0) -> None:
         """Send an object in buffered mode."""
-        _pass(MPI.Comm.bsend, self, None if dest == MPI.PROC_NULL else obj, dest, tag)
+        _send(MPI.Comm.bsend, self, obj, dest, tag)
 
     def ssend(self, obj: Any, dest: int, tag: int = 0) -> None:
         """Send an object in synchronous mode."""
-        _pass(MPI.Comm.ssend, self, None if dest == MPI.PROC_NULL else obj, dest, tag)
+        _send(MPI.Comm.ssend, self, obj, dest, tag)
 
     def isend(self, obj: Any, dest: int, tag: int = 0) -> MPI.Request:
         """Nonblocking send of an object; what it is at the call is sent."""
-        return _pass(MPI.Comm.isend, self, None if dest == MPI.PROC_NULL else obj, dest, tag)
+        return _send(MPI.Comm.isend, self, obj, dest, tag)
 
     def ibsend(self, obj: Any, dest: int, tag: int = 0) -> MPI.Request:
         """Nonblocking send in buffered mode."""
-        return _pass(MPI.Comm.ibsend, self, None if dest == MPI.PROC_NULL else obj, dest, tag)
+        return _send(MPI.Comm.ibsend, self, obj, dest, tag)
 
     def issend(self, obj: Any, dest: int, tag: int = 0) -> MPI.Request:
         """Nonblocking send in synchronous mode."""
-        return _pass(MPI.Comm.issend, self, None if dest == MPI.PROC_NULL else obj, dest, tag)
+        return _send(MPI.Comm.issend, self, obj, dest, tag)
 
     def sendrecv(
         self,
@@ -94,8 +99,7 @@ class Objects(_Comm):
         status: MPI.Status | None = None,
     ) -> Any:
         """Send an object and receive one."""
-        sent = None if dest == MPI.PROC_NULL else sendobj
-        return _pass(MPI.Comm.sendrecv, self, sent, dest, sendtag, recvbuf, source, recvtag, status)
+        return _send(MPI.Comm.sendrecv, self, sendobj, dest, sendtag, recvbuf, source, recvtag, status)
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
         """Broadcast the root's object."""

@@ -12,7 +12,7 @@ from gdcomm.errors import DeviceError
 if TYPE_CHECKING:
     from gdcomm.devices.cuda import CudaDevice
 
-__all__ = ["Buffer", "Device", "Event", "find", "install", "installed"]
+__all__ = ["Buffer", "Device", "Event", "find", "install", "installed", "possible"]
 
 _installed: list[Device] = []
 _LIBRARIES = ("cupy", "torch", "numba.cuda", "jaxlib", "cuda", "pycuda", "rmm", "warp")
@@ -68,8 +68,17 @@ def find(obj: Any, stream: Any = None) -> Buffer | None:
 def _looks_cuda(kind: type) -> bool:
     # A CUDA array can exist only where some CUDA library was loaded by the user.
     if hasattr(kind, "__cuda_array_interface__") or hasattr(kind, "__dlpack_device__"):
-        return any(name in sys.modules for name in _LIBRARIES)
+        return _library_loaded()
     return False
+
+
+def _library_loaded() -> bool:
+    return any(sys.modules.get(name) is not None for name in _LIBRARIES)  # None: its import is blocked
+
+
+def possible() -> bool:
+    """Whether device arrays can exist here: a device was installed, or a library that makes them is loaded."""
+    return bool(installed()) or _library_loaded()
 
 
 def _refuse_without_cupy(obj: Any) -> None:

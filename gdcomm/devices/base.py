@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from gdcomm.errors import BufferSpecError
+
 __all__ = ["Buffer", "Device", "Event"]
 
 
@@ -64,6 +66,18 @@ class Buffer(NamedTuple):
     def contiguous(self) -> bool:
         """Whether the elements lie in C order without gaps."""
         return self.strides is None
+
+    def require_writable(self, operation: str, argument: str) -> None:
+        """Raise if the owner forbids writing.
+
+        Raises:
+            BufferSpecError: naming the operation and its argument.
+        """
+        if self.readonly:
+            raise BufferSpecError(
+                f"{operation}: {argument} is a read-only device array ({type(self.owner).__name__}); "
+                "give a writable one, for example a copy"
+            )
 
 
 class Device(ABC):

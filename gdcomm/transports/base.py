@@ -23,7 +23,7 @@ from mpi4py import MPI
 
 from gdcomm.devices.base import Event
 
-__all__ = ["Side", "reach", "split_spec"]
+__all__ = ["Side", "derived", "reach", "split_spec", "type_per_rank"]
 
 
 class Side(Protocol):
@@ -53,6 +53,18 @@ def split_spec(spec: Any) -> tuple[Any, tuple[Any, ...]]:
     return spec, ()
 
 
+def type_per_rank(item: Any) -> bool:
+    """Whether a part of a buffer argument holds one datatype for each rank (Alltoallw)."""
+    return isinstance(item, (list, tuple)) and any(isinstance(part, MPI.Datatype) for part in item)
+
+
+def derived(item: Any) -> bool:
+    """Whether a part of a buffer argument is a derived datatype, or holds one: such a type addresses memory."""
+    if isinstance(item, MPI.Datatype):
+        return not item.is_predefined
+    return isinstance(item, (list, tuple)) and any(derived(part) for part in item)
+
+
 def reach(rest: tuple[Any, ...], itemsize: int, blocks: int = 1) -> int:
     """The byte of the array where explicit counts and displacements end; 0 if there are none.
 
@@ -66,7 +78,7 @@ def reach(rest: tuple[Any, ...], itemsize: int, blocks: int = 1) -> int:
     step: Any = None  # of displacements: elements, but bytes where there is one datatype for each rank
     if parts and isinstance(parts[-1], MPI.Datatype):
         unit = parts.pop().Get_extent()[1]
-    elif parts and isinstance(parts[-1], (list, tuple)) and any(isinstance(t, MPI.Datatype) for t in parts[-1]):
+    elif parts and type_per_rank(parts[-1]):
         unit, step = np.array([t.Get_extent()[1] for t in parts.pop()]), 1
     elif parts and isinstance(parts[-1], str):
         unit = MPI.Datatype.fromcode(parts.pop()).Get_extent()[1]

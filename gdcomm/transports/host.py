@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from gdcomm.large import LIMIT
 from gdcomm.reductions import wire_dtype
-from gdcomm.transports.base import split_spec
+from gdcomm.transports.base import derived, split_spec, type_per_rank
 
 __all__ = ["HostSide", "datatype_of", "host_side", "memory_spec"]
 
@@ -74,11 +74,10 @@ def host_side(spec: Any, reads: bool, writes: bool) -> HostSide | None:
     array, rest = split_spec(spec)
     if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
         return None
-    if rest and _derived(rest[-1]):
+    if any(derived(item) for item in rest):
         return None
     fortran = array.ndim > 1 and not array.flags.c_contiguous and array.flags.f_contiguous
-    last = rest[-1] if rest else None
-    typed = isinstance(last, (MPI.Datatype, str)) or (isinstance(last, (list, tuple)) and _has_types(last))
+    typed = bool(rest) and (isinstance(rest[-1], (MPI.Datatype, str)) or type_per_rank(rest[-1]))
     odd = not typed and not array.dtype.hasobject and wire_dtype(array.dtype) is not None
     if not fortran and not (odd and array.flags.c_contiguous):
         return None
@@ -121,17 +120,6 @@ def _find_datatype(dtype: np.dtype[Any]) -> MPI.Datatype | None:
     if wire is None or wire.itemsize != dtype.itemsize:
         return None
     return MPI.Datatype.fromcode(wire.char)
-
-
-def _derived(item: Any) -> bool:
-    """Whether the end of a buffer argument is a derived datatype, or one datatype for each rank (Alltoallw)."""
-    if isinstance(item, MPI.Datatype):
-        return not item.is_predefined
-    return isinstance(item, (list, tuple)) and any(_derived(part) for part in item)
-
-
-def _has_types(item: Any) -> bool:
-    return any(isinstance(part, MPI.Datatype) for part in item)
 
 
 def _whole(rest: tuple[Any, ...]) -> bool:

@@ -364,7 +364,7 @@ def test_plain_host_objects_are_not_wrapped(device, monkeypatch):
     assert packed.arrays == 1
     packed.release()
     monkeypatch.setattr(devices, "_installed", [])
-    monkeypatch.setattr(objects, "_LIBRARIES", ())
+    monkeypatch.setattr(devices, "_LIBRARIES", ())
     nested_host = {"x": [values(1)]}
     assert objects.pack(nested_host) is nested_host
 

@@ -12,6 +12,7 @@ exception, a lease or a block that never comes back, and on a hang.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import os
@@ -383,11 +384,27 @@ def in_objects(comm, peer):
             check(f"bcast {size}", d, ramp(size, 320.0), s)
 
 
-def error_between(comm, peer):
-    """A send that fails while its copy to the host is queued: nobody else gets that block before."""
+@contextlib.contextmanager
+def broken_device():
+    """Every wait fails; the caller's block must fail with it."""
 
     def fail(*_):
         raise RuntimeError("the device is in error")
+
+    working = EmulatedEvent.synchronize
+    DEVICE.synchronize = EmulatedEvent.synchronize = fail
+    try:
+        yield
+        raise WrongError("the device's error is lost")
+    except RuntimeError:
+        pass
+    finally:
+        del DEVICE.synchronize
+        EmulatedEvent.synchronize = working
+
+
+def error_between(comm, peer):
+    """A send that fails while its copy to the host is queued: nobody else gets that block before."""
 
     def send_object(array, dest, stream):
         with stream:
@@ -400,16 +417,8 @@ def error_between(comm, peer):
             x, y = DEVICE.empty((size, 2))[:, 0], DEVICE.empty((size, 2))[:, 0]
             values = ramp(size, 80.0 + comm.rank)
             DEVICE.launch(s, lambda a, values=values: np.copyto(a, values), x)
-            working = EmulatedEvent.synchronize
-            DEVICE.synchronize = EmulatedEvent.synchronize = fail
-            try:
+            with broken_device():
                 send(x, peer, stream=s)
-                raise WrongError("the device's error is lost")
-            except RuntimeError:
-                pass
-            finally:
-                del DEVICE.synchronize
-                EmulatedEvent.synchronize = working
             request = comm.Isend(ramp(size, 90.0 + comm.rank), peer)
             comm.Recv(y, peer, stream=t)
             request.Wait()
@@ -420,22 +429,11 @@ def error_between(comm, peer):
 def error_in_a_slot(comm, peer):
     """The same for the ring of small slots: its next rounds get that slot only when the late copy is over."""
 
-    def fail(*_):
-        raise RuntimeError("the device is in error")
-
     s, t = stream(), stream()
     x = DEVICE.empty(100)
     DEVICE.launch(s, lambda a: a.fill(5.0), x)
-    working = EmulatedEvent.synchronize
-    DEVICE.synchronize = EmulatedEvent.synchronize = fail
-    try:
+    with broken_device():
         comm.Send(x, peer, stream=s)
-        raise WrongError("the device's error is lost")
-    except RuntimeError:
-        pass
-    finally:
-        del DEVICE.synchronize
-        EmulatedEvent.synchronize = working
     received = [DEVICE.empty(100) for _ in range(2 * Slots.COUNT)]
     for i, y in enumerate(received):
         request = comm.Isend(ramp(100, 90.0 + i), peer)

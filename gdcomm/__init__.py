@@ -9,7 +9,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from gdcomm.errors import BufferSpecError, ClosedError, DeviceError, GdcommError, NoPathError
+from gdcomm.errors import (
+    BufferSpecError,
+    ClosedError,
+    CommTimeoutError,
+    DeviceError,
+    GdcommError,
+    NoPathError,
+    PinnedMemoryError,
+)
 
 if TYPE_CHECKING:
     from gdcomm.communicator import (
@@ -19,8 +27,17 @@ if TYPE_CHECKING:
         GraphCommunicator,
         InterCommunicator,
     )
+    from gdcomm.memory.arrays import pinned_array, pinned_empty, pinned_like, pinned_zeros
+    from gdcomm.memory.kinds import memory_kind
+    from gdcomm.memory.mapped import mapped_empty
+    from gdcomm.memory.registered import register, registered, unregister
     from gdcomm.messages import Message
     from gdcomm.requests import Prequest, Request
+    from gdcomm.transfer.batch import copy_many
+    from gdcomm.transfer.copy import copy, to_device, to_host
+    from gdcomm.transfer.gather import put, take
+    from gdcomm.transfer.prefetch import offload, prefetch
+    from gdcomm.transfer.signals import Signal
 
 __version__ = "0.1.0"
 
@@ -28,6 +45,7 @@ __all__ = [
     "BufferSpecError",
     "CartCommunicator",
     "ClosedError",
+    "CommTimeoutError",
     "Communicator",
     "DeviceError",
     "DistGraphCommunicator",
@@ -36,8 +54,27 @@ __all__ = [
     "InterCommunicator",
     "Message",
     "NoPathError",
+    "PinnedMemoryError",
     "Prequest",
     "Request",
+    "Signal",
+    "copy",
+    "copy_many",
+    "mapped_empty",
+    "memory_kind",
+    "offload",
+    "pinned_array",
+    "pinned_empty",
+    "pinned_like",
+    "pinned_zeros",
+    "prefetch",
+    "put",
+    "register",
+    "registered",
+    "take",
+    "to_device",
+    "to_host",
+    "unregister",
 ]
 
 _LAZY = {
@@ -48,6 +85,49 @@ _LAZY = {
     "Message": "gdcomm.messages",
     "Prequest": "gdcomm.requests",
     "Request": "gdcomm.requests",
+    **dict.fromkeys(
+        (
+            "pinned_array",
+            "pinned_empty",
+            "pinned_like",
+            "pinned_zeros",
+        ),
+        "gdcomm.memory.arrays",
+    ),
+    **dict.fromkeys(
+        (
+            "register",
+            "registered",
+            "unregister",
+        ),
+        "gdcomm.memory.registered",
+    ),
+    **dict.fromkeys(("mapped_empty",), "gdcomm.memory.mapped"),
+    **dict.fromkeys(("memory_kind",), "gdcomm.memory.kinds"),
+    **dict.fromkeys(
+        (
+            "copy",
+            "to_device",
+            "to_host",
+        ),
+        "gdcomm.transfer.copy",
+    ),
+    **dict.fromkeys(("copy_many",), "gdcomm.transfer.batch"),
+    **dict.fromkeys(
+        (
+            "put",
+            "take",
+        ),
+        "gdcomm.transfer.gather",
+    ),
+    **dict.fromkeys(
+        (
+            "offload",
+            "prefetch",
+        ),
+        "gdcomm.transfer.prefetch",
+    ),
+    **dict.fromkeys(("Signal",), "gdcomm.transfer.signals"),
 }
 
 
@@ -55,7 +135,8 @@ def __getattr__(name: str) -> Any:
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module 'gdcomm' has no attribute {name!r}")
-    return getattr(importlib.import_module(module), name)
+    value = globals()[name] = getattr(importlib.import_module(module), name)  # the next look-up is Python's own
+    return value
 
 
 def __dir__() -> list[str]:

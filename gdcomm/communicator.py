@@ -17,6 +17,8 @@ from gdcomm.api.objects import NeighborObjects, Objects
 from gdcomm.api.p2p import PointToPoint
 from gdcomm.api.persistent import PersistentCollectives, PersistentScans
 from gdcomm.capabilities import local_capabilities
+from gdcomm.channels import channel_of, facts, open_channel
+from gdcomm.envelopes import Channel
 from gdcomm.errors import BufferSpecError
 from gdcomm.messages import Matching
 from gdcomm.operations import OPERATIONS
@@ -48,6 +50,7 @@ class _Derives(_Comm):
     """Communicators made from one of ours are ours, and inherit what was agreed: their ranks were there."""
 
     _paths: Paths = Paths()
+    _channel: Channel | None = None
 
     @property
     def path(self) -> str:
@@ -97,7 +100,7 @@ class _Derives(_Comm):
         return super().__reduce__()  # type: ignore[return-value]
 
     def _wrap(self, comm: Any) -> Any:
-        return wrap(comm, self._paths)
+        return wrap(comm, self._paths, self._channel)
 
     def Dup(self, info: MPI.Info | None = None) -> Any:
         """Duplicate; collective."""
@@ -178,12 +181,12 @@ class Communicator(
         asked = path_from_environment(path)
         if self == MPI.COMM_NULL:
             return
-        mine = (asked, local_capabilities())
-        everyone = MPI.Intracomm.allgather(self, mine)
-        paths = {p for p, _ in everyone}
+        everyone = MPI.Intracomm.allgather(self, (asked, local_capabilities(), facts()))
+        paths = {p for p, _, _ in everyone}
         if len(paths) > 1:
             raise ValueError(f"path: ranks ask for different paths ({', '.join(sorted(paths))}); give one on all")
-        self._paths = Paths(asked, agree(can for _, can in everyone))
+        self._paths = Paths(asked, agree(can for _, can, _ in everyone))
+        self._channel = open_channel(self, [fact for _, _, fact in everyone])
 
     def Create_group(self, group: MPI.Group, tag: int = 0) -> Any:
         """Communicator of a group; collective over the group only."""
@@ -256,8 +259,14 @@ _CLASSES: tuple[tuple[type[MPI.Comm], type[MPI.Comm]], ...] = (
 )
 
 
-def wrap(comm: Any, paths: Paths) -> Any:
-    """Give `comm` the gdcomm class that suits it, with `paths`; not collective. COMM_NULL stays itself."""
+def wrap(comm: Any, paths: Paths, parent: Channel | None = None) -> Any:
+    """Give `comm` the gdcomm class that suits it, with `paths`; not collective. COMM_NULL stays itself.
+
+    Args:
+        comm: a communicator.
+        paths: what was agreed.
+        parent: the channel of the communicator that it was made from.
+    """
     if comm == MPI.COMM_NULL:
         return comm
     if not isinstance(comm, _Derives):
@@ -268,6 +277,7 @@ def wrap(comm: Any, paths: Paths) -> Any:
         else:
             raise BufferSpecError(f"comm: {type(comm).__name__} is no communicator")
     comm._paths = paths
+    comm._channel = channel_of(comm, parent)
     return comm
 
 

@@ -5,7 +5,15 @@ Imports nothing heavy: catching a gdcomm error needs neither MPI nor CUDA.
 
 from __future__ import annotations
 
-__all__ = ["BufferSpecError", "ClosedError", "DeviceError", "GdcommError", "NoPathError"]
+__all__ = [
+    "BufferSpecError",
+    "ClosedError",
+    "CommTimeoutError",
+    "DeviceError",
+    "GdcommError",
+    "NoPathError",
+    "PinnedMemoryError",
+]
 
 
 class GdcommError(Exception):
@@ -30,3 +38,11 @@ class NoPathError(GdcommError, RuntimeError):
 
 class ClosedError(GdcommError, RuntimeError):
     """The object was used after it was closed or freed."""
+
+
+class CommTimeoutError(GdcommError, TimeoutError):
+    """A wait took longer than its time-out allows."""
+
+
+class PinnedMemoryError(GdcommError, MemoryError):
+    """The page-locked memory asked for goes beyond the budget (GDCOMM_PINNED_LIMIT) or what the system can give."""

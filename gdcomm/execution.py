@@ -17,13 +17,15 @@ from numpy import ndarray
 from gdcomm import devices, large
 from gdcomm.arguments import explain
 from gdcomm.devices.base import Buffer, Event
+from gdcomm.envelopes import SLICE, SMALLEST, Channel, Incoming, Outgoing, Target
 from gdcomm.errors import BufferSpecError
 from gdcomm.memory.pinned import pool_of
 from gdcomm.operations import BLOCKING, PERSISTENT, Operation
 from gdcomm.reductions import check_reduction, substitute, wire_dtype
 from gdcomm.requests import Pending, Prequest, Request, start_request
 from gdcomm.short import short
-from gdcomm.transports.base import Side, derived, reach, split_spec
+from gdcomm.targets import Arrival, device_target, host_target
+from gdcomm.transports.base import Side, derived, prefix, reach, split_spec
 from gdcomm.transports.host import host_side
 from gdcomm.transports.mpi import DirectSide
 from gdcomm.transports.staged import StagedSide
@@ -61,10 +63,13 @@ def reducible(sendbuf: Any, recvbuf: Any) -> bool:
     return plain(sendbuf if array is recvbuf else recvbuf)
 
 
+_ENVELOPED = frozenset(("Send", "Ssend", "Rsend", "Isend", "Issend", "Irsend"))
+
+
 class Plan:
     """An operation ready to be called: MPI's arguments and the sides behind them."""
 
-    __slots__ = ("arguments", "counted", "dtypes", "large", "operation", "owners", "sides", "writers")
+    __slots__ = ("arguments", "arrival", "counted", "dtypes", "large", "operation", "owners", "sides", "writers")
 
     def __init__(self, operation: Operation, arguments: tuple[Any, ...]) -> None:
         self.operation = operation
@@ -75,6 +80,7 @@ class Plan:
         self.dtypes: list[np.dtype[Any]] = []
         self.owners: list[Buffer] = []  # device arrays, kept alive
         self.large = False  # perhaps more elements than a C int counts
+        self.arrival: Arrival | None = None  # of a message that may come in an envelope
 
     def begin(self) -> None:
         for side in self.sides:
@@ -83,9 +89,17 @@ class Plan:
             side.ready()
 
     def end(self, nbytes: int | None) -> list[Event]:
+        if self.arrival is not None:
+            incoming = self.arrival.open(nbytes)
+            if incoming is not None:
+                return [incoming]
         received = nbytes if self.counted else None
         events = [side.end(received) for side in self.writers]
         return [event for event in events if event is not None]
+
+    def total(self, nbytes: int) -> int:
+        """Bytes of the message that was received, when everything is in place."""
+        return nbytes if self.arrival is None else self.arrival.total(nbytes)
 
     def close(self) -> None:
         for side in self.sides:
@@ -138,23 +152,29 @@ def execute(comm: Any, paths: Paths, operation: Operation, arguments: tuple[Any,
 
 def _block(comm: Any, plan: Plan) -> None:
     plan.begin()
-    if not plan.writers:
+    if not plan.writers and plan.arrival is None:
         plan.call(comm)
     else:
-        status = plan.operation.receipt(plan.arguments) if plan.counted else None
+        status = plan.operation.receipt(plan.arguments) if plan.counted or plan.arrival is not None else None
         plan.call(comm)
-        plan.end(None if status is None else status.Get_elements(MPI.BYTE))
+        for event in plan.end(None if status is None else status.Get_elements(MPI.BYTE)):
+            if isinstance(event, Outgoing):
+                event.synchronize()
+            elif isinstance(event, Incoming):
+                event.receive()
+                if status is not None:
+                    status.Set_elements(MPI.BYTE, event.header.total)
     plan.close()
 
 
 def _start(comm: Any, plan: Plan) -> Any:
-    if not plan.sides:  # host memory as mpi4py takes it
+    if not plan.sides and plan.arrival is None:  # host memory as mpi4py takes it
         return plan.call(comm)
     if plan.operation.form == PERSISTENT:
         return Prequest._make(plan.call(comm), plan)
     plan.begin()
     inner = plan.call(comm)
-    if not plan.writers and not any(side.holds for side in plan.sides):
+    if plan.arrival is None and not plan.writers and not any(side.holds for side in plan.sides):
         return Request._plain(inner, plan)
     return start_request(Pending(inner, plan))
 
@@ -188,6 +208,8 @@ def _add_side(plan: Plan, comm: Any, paths: Paths, position: int, in_place: bool
     spec = plan.arguments[position]
     array, rest = split_spec(spec)
     writes = position != operation.send
+    channel = comm._channel
+    expects = channel is not None and writes and operation.group in ("p2p", "copy")
     buffer = None if type(array) in _HOST_TYPES else devices.find(array, stream)
     side: Side | None
     if buffer is None:
@@ -195,7 +217,9 @@ def _add_side(plan: Plan, comm: Any, paths: Paths, position: int, in_place: bool
         if isinstance(dtype, np.dtype):
             plan.dtypes.append(dtype)
             plan.large |= array.nbytes > large.LIMIT
-        side = host_side(spec, position != operation.recv or in_place or operation.partial, writes)
+        side = inner = host_side(spec, position != operation.recv or in_place or operation.partial, writes)
+        if expects:
+            _expect(plan, channel, host_target(spec, inner))
         if side is None:
             return
     else:
@@ -214,11 +238,36 @@ def _add_side(plan: Plan, comm: Any, paths: Paths, position: int, in_place: bool
                 plan.counted = plan.counted and not writes
             # Where MPI may leave gaps, the mirror must hold what is there already.
             gaps = writes and (bool(rest) or operation.partial) and not (operation.counted and not rest)
-            side = StagedSide(pool_of(buffer.device), buffer, rest, reads or gaps, writes)
+            side = None if writes else _envelope(channel, operation, buffer, rest, plan.arguments)
+            if side is None:
+                side = StagedSide(pool_of(buffer.device), buffer, rest, reads or gaps, writes)
+        if expects:
+            _expect(plan, channel, device_target(side, buffer, rest))
     plan.sides.append(side)
     if side.finishes:
         plan.writers.append(side)
     plan.arguments[position] = side.spec
+
+
+def _expect(plan: Plan, channel: Channel, target: Target | None) -> None:
+    """A message for `target` may come in an envelope."""
+    if target is not None:
+        counted = not plan.operation.name.startswith("Isendrecv")  # MPICH may count the bytes sent
+        plan.arrival = Arrival(channel, target, counted)
+
+
+def _envelope(
+    channel: Channel | None, operation: Operation, buffer: Buffer, rest: tuple[Any, ...], arguments: list[Any]
+) -> Outgoing | None:
+    """The large message's way to leave in chunks; None if it leaves as it is."""
+    if channel is None or operation.name not in _ENVELOPED or buffer.nbytes < SMALLEST:
+        return None
+    nbytes, dest = prefix(rest, buffer.nbytes, buffer.dtype.itemsize), arguments[1]
+    if nbytes is None or nbytes < SMALLEST or buffer.dtype.itemsize > SLICE:
+        return None
+    if not (isinstance(dest, int) and 0 <= dest < channel.size):  # nobody, or MPI says what is wrong
+        return None
+    return Outgoing(channel, buffer, nbytes, dest)
 
 
 def _dense(buffer: Buffer, rest: tuple[Any, ...]) -> bool:

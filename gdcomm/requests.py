@@ -13,7 +13,7 @@ import atexit
 import ctypes
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from mpi4py import MPI
 from gdcomm.arguments import ArgumentError
 from gdcomm.devices.base import Event
 
-__all__ = ["Pending", "Prequest", "Request"]
+__all__ = ["Pending", "Prequest", "Request", "completed"]
 
 _MPIRequest = MPI.Request  # kept: a program may bind the name in mpi4py.MPI to ours
 
@@ -35,6 +35,9 @@ class Work(Protocol):
 
     def end(self, nbytes: int | None) -> list[Event]:
         """Queue the result of `nbytes` received bytes; the events that tell when it is in place."""
+
+    def total(self, nbytes: int) -> int:
+        """Bytes received in all, of which MPI's own request counted `nbytes`; when everything is in place."""
 
     def close(self) -> None:
         """Give resources back."""
@@ -88,8 +91,11 @@ class Pending:
                 assert self._work is not None
                 with self._here:
                     self._events = self._work.end(self._nbytes)
-            if not all(event.query() for event in self._events):
-                return
+            with self._here:  # an event may be a transfer in chunks, which goes on when asked
+                if not all(event.query() for event in self._events):
+                    return
+            if self._work is not None:
+                self._nbytes = self._work.total(self._nbytes)
         except BaseException as error:  # handed to whoever waits, never lost in a thread
             self.error = error
         self._finish()
@@ -297,6 +303,15 @@ def start_request(pending: Pending) -> Request:
     _copy_handle(request, pending.grequest)
     request._pending = pending
     progress.watch(pending)
+    return request
+
+
+def completed(report: Callable[[MPI.Status], None]) -> Request:
+    """A request that is complete; `report` fills in its status."""
+    grequest = MPI.Grequest.Start(report, None, None)
+    grequest.Complete()
+    request = Request()
+    _copy_handle(request, grequest)
     return request
 
 

@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 from gdcomm import devices
 from gdcomm.devices.base import Buffer
+from gdcomm.envelopes import ENVELOPE
 from gdcomm.large import LIMIT
 from gdcomm.memory.pinned import Slot, Slots, pool_of
 from gdcomm.operations import Operation
@@ -53,6 +54,8 @@ def short(comm: Any, paths: Paths, operation: Operation, arguments: tuple[Any, .
         if operation.op >= 0 and buffer.dtype.num > 16:  # not one of MPI's numbers
             return False
         if datatype is None or buffer.nbytes > LIMIT or (writes and buffer.readonly):
+            return False
+        if writes and operation.counted and buffer.nbytes >= ENVELOPE and comm._channel is not None:
             return False
         if paths.transport(operation) == "mpi":
             buffer.device.synchronize(buffer.stream)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
+from gdcomm.early import irecv, pop
+from gdcomm.envelopes import Channel
 from gdcomm.objects import Packed, pack, queue
 
 if TYPE_CHECKING:
@@ -62,7 +64,9 @@ def _is_root(comm: MPI.Comm, root: int) -> bool:
 
 
 class Objects(_Comm):
-    """Methods that send Python objects; device arrays in them are copied once, in order of their streams."""
+    """Methods that move Python objects; device arrays in them are copied once, in order of their streams."""
+
+    _channel: Channel | None = None
 
     def send(self, obj: Any, dest: int, tag: int = 0) -> None:
         """Send an object."""
@@ -88,6 +92,22 @@ class Objects(_Comm):
         """Nonblocking send in synchronous mode."""
         return _send(MPI.Comm.issend, self, obj, dest, tag)
 
+    def recv(
+        self,
+        buf: Any = None,
+        source: int = MPI.ANY_SOURCE,
+        tag: int = MPI.ANY_TAG,
+        status: MPI.Status | None = None,
+    ) -> Any:
+        """Receive an object."""
+        early = pop(self._channel, source, tag)
+        return MPI.Comm.recv(self, buf, source, tag, status) if early is None else early.load(status)
+
+    def irecv(self, buf: Any = None, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> MPI.Request:
+        """Nonblocking receive of an object."""
+        early = pop(self._channel, source, tag)
+        return MPI.Comm.irecv(self, buf, source, tag) if early is None else irecv(early, buf)
+
     def sendrecv(
         self,
         sendobj: Any,
@@ -99,6 +119,12 @@ class Objects(_Comm):
         status: MPI.Status | None = None,
     ) -> Any:
         """Send an object and receive one."""
+        early = pop(self._channel, source, recvtag)
+        if early is not None:
+            request = self.isend(sendobj, dest, sendtag)
+            received = early.load(status)
+            request.Wait()
+            return received
         return _send(MPI.Comm.sendrecv, self, sendobj, dest, sendtag, recvbuf, source, recvtag, status)
 
     def bcast(self, obj: Any, root: int = 0) -> Any:

@@ -8,10 +8,12 @@ from mpi4py import MPI
 from numpy import ndarray
 
 from gdcomm.arguments import UNSERVED, unserved
+from gdcomm.early import plain_only, receive
 from gdcomm.execution import execute, plain
 from gdcomm.operations import OPERATIONS
 
 if TYPE_CHECKING:
+    from gdcomm.envelopes import Channel
     from gdcomm.paths import Paths
 
     _Comm = MPI.Comm
@@ -48,6 +50,7 @@ class PointToPoint(_Comm):
     """Send, receive, and both; device arrays in place of host ones."""
 
     _paths: Paths
+    _channel: Channel | None = None
 
     def Send(self, buf: Spec, dest: int, tag: int = 0, *, stream: Stream = None) -> None:
         """Send; returns when the array may be overwritten."""
@@ -95,12 +98,16 @@ class PointToPoint(_Comm):
         stream: Stream = None,
     ) -> None:
         """Receive; a message may be shorter than the array, never longer."""
-        if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous):
+        if (
+            type(buf) is ndarray
+            and (buf.ndim < 2 or buf.flags.c_contiguous)
+            and (self._channel is None or plain_only(self._channel, buf))
+        ):
             try:
                 return _Recv(self, buf, source, tag, status)
             except UNSERVED as error:
                 unserved(error, self, "Recv", (buf, source, tag, status))
-        execute(self, self._paths, OPERATIONS["Recv"], (buf, source, tag, status), stream)
+        receive(self, "Recv", (buf, source, tag, status), stream)
 
     def Sendrecv(
         self,
@@ -115,15 +122,14 @@ class PointToPoint(_Comm):
         stream: Stream = None,
     ) -> None:
         """Send and receive at once, without deadlock."""
-        if plain(sendbuf) and plain(recvbuf):
+        if plain(sendbuf) and plain(recvbuf) and (self._channel is None or plain_only(self._channel, recvbuf)):
             try:
                 return _Sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
             except UNSERVED as error:
                 unserved(error, self, "Sendrecv", (sendbuf, dest, sendtag, recvbuf, source, recvtag, status))
-        execute(
+        receive(
             self,
-            self._paths,
-            OPERATIONS["Sendrecv"],
+            "Sendrecv",
             (sendbuf, dest, sendtag, recvbuf, source, recvtag, status),
             stream,
         )
@@ -140,14 +146,16 @@ class PointToPoint(_Comm):
         stream: Stream = None,
     ) -> None:
         """Send an array and receive into the same one."""
-        if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous):
+        if (
+            type(buf) is ndarray
+            and (buf.ndim < 2 or buf.flags.c_contiguous)
+            and (self._channel is None or plain_only(self._channel, buf))
+        ):
             try:
                 return _Sendrecv_replace(self, buf, dest, sendtag, source, recvtag, status)
             except UNSERVED as error:
                 unserved(error, self, "Sendrecv_replace", (buf, dest, sendtag, source, recvtag, status))
-        execute(
-            self, self._paths, OPERATIONS["Sendrecv_replace"], (buf, dest, sendtag, source, recvtag, status), stream
-        )
+        receive(self, "Sendrecv_replace", (buf, dest, sendtag, source, recvtag, status), stream)
 
     def Isend(self, buf: Spec, dest: int, tag: int = 0, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Send."""
@@ -189,12 +197,16 @@ class PointToPoint(_Comm):
         self, buf: Spec, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, *, stream: Stream = None
     ) -> MPI.Request:
         """Nonblocking Recv."""
-        if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous):
+        if (
+            type(buf) is ndarray
+            and (buf.ndim < 2 or buf.flags.c_contiguous)
+            and (self._channel is None or plain_only(self._channel, buf))
+        ):
             try:
                 return _Irecv(self, buf, source, tag)
             except UNSERVED as error:
                 unserved(error, self, "Irecv", (buf, source, tag))
-        return execute(self, self._paths, OPERATIONS["Irecv"], (buf, source, tag), stream)
+        return receive(self, "Irecv", (buf, source, tag), stream)
 
     def Isendrecv(
         self,
@@ -208,14 +220,12 @@ class PointToPoint(_Comm):
         stream: Stream = None,
     ) -> MPI.Request:
         """Nonblocking Sendrecv."""
-        if plain(sendbuf) and plain(recvbuf):
+        if plain(sendbuf) and plain(recvbuf) and (self._channel is None or plain_only(self._channel, recvbuf)):
             try:
                 return _Isendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag)
             except UNSERVED as error:
                 unserved(error, self, "Isendrecv", (sendbuf, dest, sendtag, recvbuf, source, recvtag))
-        return execute(
-            self, self._paths, OPERATIONS["Isendrecv"], (sendbuf, dest, sendtag, recvbuf, source, recvtag), stream
-        )
+        return receive(self, "Isendrecv", (sendbuf, dest, sendtag, recvbuf, source, recvtag), stream)
 
     def Isendrecv_replace(
         self,
@@ -228,14 +238,16 @@ class PointToPoint(_Comm):
         stream: Stream = None,
     ) -> MPI.Request:
         """Nonblocking Sendrecv_replace."""
-        if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous):
+        if (
+            type(buf) is ndarray
+            and (buf.ndim < 2 or buf.flags.c_contiguous)
+            and (self._channel is None or plain_only(self._channel, buf))
+        ):
             try:
                 return _Isendrecv_replace(self, buf, dest, sendtag, source, recvtag)
             except UNSERVED as error:
                 unserved(error, self, "Isendrecv_replace", (buf, dest, sendtag, source, recvtag))
-        return execute(
-            self, self._paths, OPERATIONS["Isendrecv_replace"], (buf, dest, sendtag, source, recvtag), stream
-        )
+        return receive(self, "Isendrecv_replace", (buf, dest, sendtag, source, recvtag), stream)
 
     def Send_init(self, buf: Spec, dest: int, tag: int = 0, *, stream: Stream = None) -> MPI.Prequest:
         """Persistent Send; start it by Start."""
@@ -277,7 +289,11 @@ class PointToPoint(_Comm):
         self, buf: Spec, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, *, stream: Stream = None
     ) -> MPI.Prequest:
         """Persistent Recv; start it by Start."""
-        if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous):
+        if (
+            type(buf) is ndarray
+            and (buf.ndim < 2 or buf.flags.c_contiguous)
+            and (self._channel is None or plain_only(self._channel, buf))
+        ):
             try:
                 return _Recv_init(self, buf, source, tag)
             except UNSERVED as error:

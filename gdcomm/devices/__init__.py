@@ -12,7 +12,7 @@ from gdcomm.errors import DeviceError
 if TYPE_CHECKING:
     from gdcomm.devices.cuda import CudaDevice
 
-__all__ = ["Buffer", "Device", "Event", "find", "install", "installed", "possible"]
+__all__ = ["Buffer", "Device", "Event", "current", "find", "install", "installed", "possible"]
 
 _installed: list[Device] = []
 _LIBRARIES = ("cupy", "torch", "numba.cuda", "jaxlib", "cuda", "pycuda", "rmm", "warp")
@@ -40,6 +40,11 @@ def cuda_device() -> CudaDevice | None:
         except ImportError:
             _cuda_state.append(None)
     return _cuda_state[0]
+
+
+def current() -> Device | None:
+    """The device that this process moves data to and from: the installed one, else CUDA, else None."""
+    return _installed[0] if _installed else cuda_device()
 
 
 def find(obj: Any, stream: Any = None) -> Buffer | None:

@@ -18,6 +18,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from gdcomm.devices.copies import Copies
+from gdcomm.devices.kernels import Kernels
+from gdcomm.devices.memory import HostMemory
 from gdcomm.errors import BufferSpecError
 
 __all__ = ["Buffer", "Device", "Event"]
@@ -80,7 +83,7 @@ class Buffer(NamedTuple):
             )
 
 
-class Device(ABC):
+class Device(HostMemory, Copies, Kernels, ABC):
     """One kind of device in this process. Methods never block unless they say so."""
 
     kind: str = ""
@@ -105,7 +108,7 @@ class Device(ABC):
         """Queue on `src.stream`: bytes [offset, offset + dst.nbytes) of the content to `dst`.
 
         Content is the array in logical C order: a strided source is packed on the
-        device first. `dst` is uint8, contiguous, page-locked.
+        device first, and `offset` is at an element. `dst` is uint8, contiguous, page-locked.
         """
 
     @abstractmethod
@@ -144,5 +147,5 @@ class Device(ABC):
         """A context in which another thread works on the GPU that is current now in this one."""
         return nullcontext()
 
-    def poison(self, block: np.ndarray) -> None:  # noqa: B027 - a hook: only the emulated device acts
+    def poison(self, block: np.ndarray) -> None:
         """Spoil memory that nobody may read any more (emulated device only)."""

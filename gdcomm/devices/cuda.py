@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import sys
-import warnings
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,6 +13,10 @@ import numpy as np
 from cupy.cuda import runtime
 
 from gdcomm.devices.base import Buffer, Device, Event
+from gdcomm.devices.cuda_copies import CudaCopies
+from gdcomm.devices.cuda_kernels import CudaKernels
+from gdcomm.devices.cuda_memory import CudaHostMemory
+from gdcomm.devices.memory import address_of
 from gdcomm.errors import BufferSpecError, DeviceError
 
 __all__ = ["CudaDevice"]
@@ -48,7 +49,7 @@ extern "C" __global__ void strided(char* array, char* packed, const long long* l
 """
 
 
-class CudaDevice(Device):
+class CudaDevice(CudaHostMemory, CudaCopies, CudaKernels, Device):
     """Memory of the GPUs that CuPy sees. Streams are CUDA stream handles (integers).
 
     Raises:
@@ -170,7 +171,7 @@ class CudaDevice(Device):
     # -- copies ------------------------------------------------------------------------------
 
     def to_host(self, dst: _Array, src: Buffer, offset: int = 0) -> None:
-        address, handle = _address(dst), src.stream
+        address, handle = address_of(dst), src.stream
         if src.contiguous:
             runtime.memcpyAsync(address, src.ptr + offset, dst.nbytes, _D2H, handle)
             return
@@ -179,7 +180,7 @@ class CudaDevice(Device):
             runtime.memcpyAsync(address, packed.data.ptr, dst.nbytes, _D2H, handle)
 
     def to_device(self, dst: Buffer, src: _Array, offset: int = 0) -> None:
-        address, handle = _address(src), dst.stream
+        address, handle = address_of(src), dst.stream
         if dst.contiguous:
             runtime.memcpyAsync(dst.ptr + offset, address, src.nbytes, _H2D, handle)
             return
@@ -248,29 +249,6 @@ class CudaDevice(Device):
 
     def here(self) -> AbstractContextManager[Any]:
         return cupy.cuda.Device()  # type: ignore[no-any-return]
-
-    def pinned(self, nbytes: int) -> _Array:
-        if not nbytes:
-            return np.empty(0, np.uint8)
-        try:
-            pointer = runtime.hostAlloc(nbytes, 0)  # not CuPy's pool: it rounds up to powers of two
-        except runtime.CUDARuntimeError as error:
-            # Copies to and from pageable memory are right too, and slower; everything here waits as for pinned.
-            warnings.warn(
-                f"{nbytes} bytes can't be page-locked ({error}); staging through pageable memory. "
-                "Check free memory and `ulimit -l`",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            return np.empty(nbytes, np.uint8)
-        block: Any = (ctypes.c_ubyte * nbytes).from_address(pointer)
-        weakref.finalize(block, runtime.freeHost, pointer).atexit = False  # the driver frees it at exit
-        return np.frombuffer(block, np.uint8)
-
-
-def _address(block: _Array) -> int:
-    memory: Any = block  # a third of the time of block.ctypes.data
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 _events: dict[int, list[Any]] = {}  # by GPU: made once, used again

@@ -20,6 +20,9 @@ from typing import Any
 import numpy as np
 
 from gdcomm.devices.base import Buffer, Device
+from gdcomm.devices.emulated_copies import EmulatedCopies
+from gdcomm.devices.emulated_kernels import EmulatedKernels, Stalled
+from gdcomm.devices.emulated_memory import EmulatedHostMemory
 from gdcomm.errors import BufferSpecError
 
 __all__ = ["EmulatedArray", "EmulatedDevice", "EmulatedStream"]
@@ -55,12 +58,30 @@ class EmulatedStream:
             self._queued += 1
             self._queue.append((self._queued, work))
             if self._device._random.random() < self._device.early:
-                self._run_to(self._queued)
+                try:
+                    self._advance(self._queued)
+                except Stalled:
+                    pass
+
+    def _advance(self, point: int) -> None:
+        """Run up to the point; Stalled if that waits for a value."""
+        while self._done < point:
+            number, work = self._queue.popleft()
+            self._done = number
+            try:
+                work()
+            except Stalled:
+                self._queue.appendleft((number, work))
+                self._done = number - 1
+                raise
 
     def _run_to(self, point: int) -> None:
-        while self._done < point:
-            self._done, work = self._queue.popleft()
-            work()
+        while True:
+            try:
+                return self._advance(point)
+            except Stalled:
+                if not self._device.nudge():
+                    self._device._unlocked.wait(1e-3)  # lets a host thread in, which may set the value
 
 
 class EmulatedEvent:
@@ -75,7 +96,10 @@ class EmulatedEvent:
                 self._patience -= 1
                 if self._patience >= 0:
                     return False
-                self._stream._run_to(self._point)
+                try:
+                    self._stream._advance(self._point)
+                except Stalled:
+                    return False
             return True
 
     def synchronize(self) -> None:
@@ -174,6 +198,21 @@ class _Blocks:
         end, memory = self._blocks.get(start, (0, None))
         return (start, memory) if address < end else None
 
+    def overlaps(self, start: int, end: int) -> bool:
+        """Whether a live block has bytes in the range."""
+        found = self.at(start)
+        index = bisect.bisect_left(self._starts, start)
+        return found is not None or (index < len(self._starts) and self._starts[index] < end)
+
+    def end(self, start: int) -> int:
+        """Of the block that starts there."""
+        return self._blocks[start][0]
+
+    def total(self) -> int:
+        """Bytes of all live blocks."""
+        self._reap()
+        return sum(end - start for start, (end, _) in self._blocks.items())
+
     def _reap(self) -> None:
         while self._dead:
             start = self._dead.popleft()
@@ -191,7 +230,7 @@ class _Allocation:
         weakref.finalize(self, device._memory.drop, start, self.memory).atexit = False
 
 
-class EmulatedDevice(Device):
+class EmulatedDevice(EmulatedHostMemory, EmulatedCopies, EmulatedKernels, Device):
     """The emulated device of this process. See the module's text.
 
     Args:
@@ -204,8 +243,9 @@ class EmulatedDevice(Device):
     def __init__(self, seed: int = 0, early: float = 0.0) -> None:
         self.early = early
         self._lock = threading.RLock()
+        self._unlocked = threading.Condition(self._lock)
         self._random = random.Random(seed)
-        self._memory, self._pinned = _Blocks(), _Blocks()
+        self._memory, self._pinned, self._registered = _Blocks(), _Blocks(), _Blocks()
         self._numbers = itertools.count(1)
         self._streams: dict[int, EmulatedStream] = {}
         self._local = threading.local()
@@ -270,7 +310,7 @@ class EmulatedDevice(Device):
 
     def wait_event(self, stream: Any, event: EmulatedEvent) -> None:
         """Queue a wait: later work of `stream` runs after `event`."""
-        self.stream_of(stream)._push(lambda: event._stream._run_to(event._point))
+        self.stream_of(stream)._push(lambda: event._stream._advance(event._point))
 
     def _stack(self) -> list[EmulatedStream]:
         stack: list[EmulatedStream] = self._local.__dict__.setdefault("stack", [self.default_stream])
@@ -302,11 +342,6 @@ class EmulatedDevice(Device):
         with self._lock:
             return self._memory.at(address) is not None
 
-    def is_pinned(self, address: int) -> bool:
-        """Tell whether `address` is page-locked host memory of this device."""
-        with self._lock:
-            return self._pinned.at(address) is not None
-
     def to_host(self, dst: _Array, src: Buffer, offset: int = 0) -> None:
         view, end = self._view(src), offset + dst.nbytes
         with self._lock:
@@ -321,7 +356,7 @@ class EmulatedDevice(Device):
         self._copy("to_device", dst, lambda: _write(view, source, offset), offset, offset + src.nbytes)
 
     def _copy(self, name: str, buffer: Buffer, copy: Callable[[], None], start: int, end: int) -> None:
-        assert start % (buffer.dtype.itemsize or 1) == 0, "a piece starts at an element"
+        assert buffer.contiguous or start % buffer.dtype.itemsize == 0, "a piece of a strided array starts at an element"
         assert 0 <= start <= end <= buffer.nbytes, "a piece lies within the content"
         with self._lock:
             self.stats[name] += 1
@@ -335,7 +370,7 @@ class EmulatedDevice(Device):
     def synchronize(self, stream: Any) -> None:
         with self._lock:
             self.stats["synchronize"] += 1
-            EmulatedEvent(self, self.stream_of(stream), 0).query()
+            self.stream_of(stream)._run_to(self.stream_of(stream)._queued)
 
     def pinned(self, nbytes: int) -> _Array:
         block = self._garbage(max(nbytes, 1))
@@ -369,6 +404,9 @@ class EmulatedDevice(Device):
         with self._lock:
             block = self._memory.at(buffer.ptr)
         if block is None:
+            host = self._host_view(buffer)
+            if host is not None:
+                return host
             raise BufferSpecError(f"address {buffer.ptr:#x} is no emulated device memory, or was freed")
         start, memory = block
         try:

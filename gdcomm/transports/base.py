@@ -23,7 +23,7 @@ from mpi4py import MPI
 
 from gdcomm.devices.base import Event
 
-__all__ = ["Side", "derived", "reach", "split_spec", "type_per_rank"]
+__all__ = ["Side", "derived", "prefix", "reach", "split_spec", "type_per_rank"]
 
 
 class Side(Protocol):
@@ -63,6 +63,24 @@ def derived(item: Any) -> bool:
     if isinstance(item, MPI.Datatype):
         return not item.is_predefined
     return isinstance(item, (list, tuple)) and any(derived(part) for part in item)
+
+
+def prefix(rest: tuple[Any, ...], nbytes: int, itemsize: int) -> int | None:
+    """How many of an array's `nbytes` bytes a buffer argument covers, from the first one on and without gaps.
+
+    None if it is of another form: with displacements, or of a derived datatype.
+    """
+    count = None
+    for item in rest:
+        if isinstance(item, str):
+            item = MPI.Datatype.fromcode(item)
+        if isinstance(item, MPI.Datatype) and item.is_predefined:
+            itemsize = item.Get_size()
+        elif isinstance(item, int) and count is None:
+            count = item
+        elif item is not None:
+            return None
+    return nbytes if count is None else min(count * itemsize, nbytes)
 
 
 def reach(rest: tuple[Any, ...], itemsize: int, blocks: int = 1) -> int:

@@ -44,6 +44,11 @@ class HostSide:
         self.holds = self._type is not None
         self.spec: Any = [view, *rest] if rest else view
 
+    @property
+    def memory(self) -> np.ndarray[Any, Any]:
+        """The bytes that MPI sees."""
+        return self._flat.view(np.uint8)
+
     def begin(self) -> None:
         if self._copied and self._reads:
             self._flat.reshape(self._array.shape)[...] = self._array

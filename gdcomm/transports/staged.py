@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from gdcomm.devices.base import Buffer, Event
 from gdcomm.memory.pinned import Lease, PinnedPool
 from gdcomm.transports.host import memory_spec
@@ -25,14 +27,14 @@ class StagedSide:
         writes: MPI writes the mirror, so the array must receive it.
     """
 
-    __slots__ = ("_buffer", "_event", "_inner", "_lease", "_queued", "_reads", "finishes", "spec")
+    __slots__ = ("_event", "_inner", "_lease", "_queued", "_reads", "buffer", "finishes", "spec")
 
     holds = True
 
     def __init__(
         self, pool: PinnedPool, buffer: Buffer, rest: tuple[Any, ...], reads: bool, writes: bool
     ) -> None:
-        self._buffer = buffer
+        self.buffer = buffer
         self._reads, self.finishes = reads, writes
         self._lease: Lease = pool.lease(buffer.nbytes)
         self._event: Event | None = None  # the last copy out of the mirror
@@ -42,31 +44,40 @@ class StagedSide:
         )
 
     def begin(self) -> None:
-        buffer = self._buffer
+        buffer = self.buffer
         if self._reads and buffer.nbytes:
             self._queued = True
             buffer.device.to_host(self._lease.array, buffer)
 
     def ready(self) -> None:
         if self._queued:
-            self._buffer.device.synchronize(self._buffer.stream)
+            self.buffer.device.synchronize(self.buffer.stream)
             self._queued = False
         # A persistent request's last copy out of the mirror is over: it was complete before it started again.
 
     def end(self, nbytes: int | None) -> Event | None:
-        buffer = self._buffer
+        buffer = self.buffer
         count = buffer.nbytes if nbytes is None else min(nbytes, buffer.nbytes)
         if not self.finishes or not count:
             return None
         whole = count == buffer.nbytes
         buffer.device.to_device(buffer, self._lease.array if whole else self._lease.array[:count])
-        self._event = buffer.device.record(buffer.stream)
+        return self.mark()
+
+    def mark(self) -> Event:
+        """The event of the copies out of the mirror queued so far."""
+        self._event = self.buffer.device.record(self.buffer.stream)
         return self._event
+
+    @property
+    def mirror(self) -> np.ndarray[Any, Any]:
+        """The bytes that MPI sees."""
+        return self._lease.array
 
     def close(self) -> None:
         if self._inner is not None:
             self._inner.close()
         if not self._lease.released:
             if self._queued:  # an error came between
-                self._event = self._buffer.device.record(self._buffer.stream)
+                self._event = self.buffer.device.record(self.buffer.stream)
             self._lease.release(self._event)

@@ -1,0 +1,212 @@
+"""Where receives put the bytes of messages that may come in an envelope: `envelopes.Target` for each kind of buffer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from gdcomm.devices.base import Buffer, Event
+from gdcomm.envelopes import ENVELOPE, FIRST, Channel, Header, Incoming, Target
+from gdcomm.memory.pinned import pool_of
+from gdcomm.transports.base import Side, prefix, split_spec
+from gdcomm.transports.host import HostSide
+from gdcomm.transports.staged import StagedSide
+
+__all__ = ["Arrival", "FlatTarget", "device_target", "host_target", "to_ourselves"]
+
+_Array = np.ndarray[Any, Any]
+
+
+class FlatTarget:
+    """Contiguous host memory.
+
+    Args:
+        memory: its bytes.
+        side: what shows it to MPI, if it is not the user's own memory.
+    """
+
+    def __init__(self, memory: _Array, side: Side | None = None) -> None:
+        self._memory, self._side = memory, side
+        self.capacity = memory.nbytes
+
+    def end_of_envelope(self) -> bytes:
+        return self._memory[FIRST:ENVELOPE].tobytes()
+
+    def memory(self, offset: int, nbytes: int) -> Any:
+        return [self._memory[offset : offset + nbytes], MPI.BYTE]
+
+    def placed(self, offset: int, nbytes: int) -> None:
+        pass
+
+    def finish(self, nbytes: int) -> list[Event]:
+        event = None if self._side is None else self._side.end(nbytes)
+        return [] if event is None else [event]
+
+
+class MirrorTarget(FlatTarget):
+    """A device array's pinned mirror: each chunk goes on to the device while the next ones come."""
+
+    def __init__(self, side: StagedSide, capacity: int) -> None:
+        super().__init__(side.mirror[:capacity], side)
+        self._buffer, self._whole = side.buffer, not side.buffer.contiguous
+
+    def placed(self, offset: int, nbytes: int) -> None:
+        buffer = self._buffer
+        if not self._whole:
+            buffer.device.to_device(buffer, self._memory[offset : offset + nbytes], offset)
+
+    def finish(self, nbytes: int) -> list[Event]:
+        if self._whole:  # chunks may end within an element of it
+            return super().finish(nbytes)
+        assert isinstance(self._side, StagedSide)
+        return [self._side.mark()]
+
+
+class DirectTarget:
+    """Device memory that MPI writes itself."""
+
+    def __init__(self, buffer: Buffer, capacity: int) -> None:
+        self._buffer, self.capacity = buffer, capacity
+
+    def end_of_envelope(self) -> bytes:
+        buffer = self._buffer
+        slot = pool_of(buffer.device).slots().take()
+        end = slot.array[: ENVELOPE - FIRST]
+        buffer.device.to_host(end, buffer, FIRST)
+        buffer.device.synchronize(buffer.stream)
+        return end.tobytes()
+
+    def memory(self, offset: int, nbytes: int) -> Any:
+        return [MPI.buffer.fromaddress(self._buffer.ptr + offset, nbytes), MPI.BYTE]
+
+    def placed(self, offset: int, nbytes: int) -> None:
+        pass
+
+    def finish(self, nbytes: int) -> list[Event]:
+        return []
+
+
+class PackedTarget:
+    """Memory in a form that only MPI understands (derived datatypes): packed when an envelope came.
+
+    Args:
+        spec: the buffer argument.
+        side: what shows it to MPI, if it is not the user's own memory.
+    """
+
+    def __init__(self, spec: Any, side: Side | None = None) -> None:
+        self._spec, self._side = spec, side
+        self._packed: _Array | None = None
+
+    @property
+    def _flat(self) -> _Array:
+        if self._packed is None:
+            self._packed = _pack(self._spec)
+        return self._packed
+
+    @property
+    def capacity(self) -> int:
+        return self._flat.nbytes
+
+    def end_of_envelope(self) -> bytes:
+        return self._flat[FIRST:ENVELOPE].tobytes()
+
+    def memory(self, offset: int, nbytes: int) -> Any:
+        return [self._flat[offset : offset + nbytes], MPI.BYTE]
+
+    def placed(self, offset: int, nbytes: int) -> None:
+        pass
+
+    def finish(self, nbytes: int) -> list[Event]:
+        with to_ourselves() as own:
+            own.Sendrecv([self._flat, nbytes, MPI.BYTE], 0, 0, self._spec, 0, 0)
+        event = None if self._side is None else self._side.end(None)
+        return [] if event is None else [event]
+
+
+class _Own(MPI.Intracomm):
+    _channel = None
+
+
+_own: list[_Own] = []
+_lock = threading.Lock()
+
+
+@contextmanager
+def to_ourselves() -> Iterator[Any]:
+    """A communicator of this process alone, for one message at a time."""
+    with _lock:
+        if not _own:
+            _own.append(_Own(MPI.COMM_SELF.Dup()))
+        yield _own[0]
+
+
+def _pack(spec: Any) -> _Array:
+    """The bytes that MPI would send of a buffer argument: sent to ourselves."""
+    status = MPI.Status()
+    with to_ourselves() as own:
+        request = own.Isend(spec, 0, 0)
+        own.Probe(0, 0, status)
+        packed = np.empty(status.Get_elements(MPI.BYTE), np.uint8)
+        own.Recv([packed, MPI.BYTE], 0, 0)
+        request.Wait()
+    return packed
+
+
+def device_target(side: Side, buffer: Buffer, rest: tuple[Any, ...]) -> Target | None:
+    """The target of a device array shown to MPI by `side`; None if it is too small for an envelope."""
+    capacity = prefix(rest, buffer.nbytes, buffer.dtype.itemsize)
+    if capacity is None:
+        return PackedTarget(side.spec, side if side.finishes else None) if buffer.nbytes >= ENVELOPE else None
+    if capacity < ENVELOPE:
+        return None
+    return MirrorTarget(side, capacity) if isinstance(side, StagedSide) else DirectTarget(buffer, capacity)
+
+
+def host_target(spec: Any, side: HostSide | None) -> Target | None:
+    """The target of a host buffer argument; None if it is too small for an envelope."""
+    array, rest = split_spec(spec)
+    try:
+        nbytes = memoryview(array).nbytes if side is None else side.memory.nbytes
+    except (TypeError, ValueError, BufferError):  # MPI.BOTTOM, or nothing that MPI can write
+        return PackedTarget(spec) if type(array) is type(MPI.BOTTOM) else None
+    if nbytes < ENVELOPE:
+        return None
+    plain = isinstance(array, np.ndarray) and array.flags.c_contiguous and not array.dtype.hasobject
+    capacity = prefix(rest, nbytes, array.itemsize) if plain or side is not None else None
+    if capacity is None:
+        return PackedTarget(spec if side is None else side.spec, side)
+    if capacity < ENVELOPE:
+        return None
+    memory = array.reshape(-1).view(np.uint8) if side is None else side.memory
+    return FlatTarget(memory[:capacity], side)
+
+
+class Arrival:
+    """What one receive looks for when MPI is done with it, and what it found.
+
+    Args:
+        channel: of the communicator.
+        target: where the bytes went.
+        counted: MPI's count of received bytes can be believed.
+    """
+
+    def __init__(self, channel: Channel, target: Target, counted: bool) -> None:
+        self._shadow, self._target, self._counted = channel.shadow, target, counted
+        self._header: Header | None = None
+
+    def open(self, nbytes: int | None) -> Incoming | None:
+        """The transfer of the rest, if an envelope came."""
+        self._header = None
+        if not self._counted or nbytes == ENVELOPE:
+            self._header = self._shadow.read(self._target.end_of_envelope())
+        return None if self._header is None else Incoming(self._shadow, self._header, self._target)
+
+    def total(self, nbytes: int) -> int:
+        """Bytes of the message: `nbytes`, where no envelope came."""
+        return nbytes if self._header is None else self._header.total

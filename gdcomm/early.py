@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from gdcomm.arguments import explain
 from gdcomm.envelopes import ENVELOPE, Channel, Header, Incoming
 from gdcomm.execution import execute
 from gdcomm.operations import OPERATIONS
 from gdcomm.paths import Paths
 from gdcomm.requests import completed
-from gdcomm.targets import FlatTarget, to_ourselves
+from gdcomm.targets import Arrival, FlatTarget, to_ourselves
 
 __all__ = ["Early", "deliver", "find", "irecv", "kept", "plain_only", "pop", "receive"]
 
@@ -113,6 +114,9 @@ def receive(comm: Any, name: str, arguments: tuple[Any, ...], stream: Any) -> An
     source, tag, status = _RECEIVES[name]
     item = pop(comm._channel, arguments[source], arguments[tag])
     if item is None:
+        buf = arguments[0]
+        if name == "Recv" and type(buf) is np.ndarray and buf.flags.c_contiguous and 0 < buf.dtype.num < 17:
+            return _receive_host(comm, arguments)
         return execute(comm, comm._paths, OPERATIONS[name], arguments, stream)
     sent = None
     if "endrecv" in name:
@@ -120,20 +124,43 @@ def receive(comm: Any, name: str, arguments: tuple[Any, ...], stream: Any) -> An
         if "replace" in name:
             sent.Wait()
     recvbuf = arguments[3] if name.lower().endswith("sendrecv") else arguments[0]
-    deliver(item, recvbuf, arguments[status] if status >= 0 else None, stream)
+    deliver(item, recvbuf, arguments[status] if status >= 0 else None, stream, name.startswith("I"))
     if name.startswith("I"):
         return completed(item.report) if sent is None else sent
     if sent is not None:
         sent.Wait()
 
 
-def deliver(item: Early, recvbuf: Any, status: MPI.Status | None, stream: Any) -> None:
-    """Receive a kept message into any buffer: it is sent to ourselves."""
+def _receive_host(comm: Any, arguments: tuple[Any, ...]) -> None:
+    """A blocking receive into an array of numbers as MPI knows them: little more than MPI's own."""
+    buf, source, tag, status = arguments
+    status = MPI.Status() if status is None else status
+    try:
+        MPI.Comm.Recv(comm, buf, source, tag, status)
+    except MPI.Exception as error:
+        raise explain(error, comm, "Recv", arguments) from None
+    if status.Get_elements(MPI.BYTE) == ENVELOPE:
+        Arrival(comm._channel, FlatTarget(buf.reshape(-1).view(np.uint8)), True).complete(status)
+
+
+def deliver(item: Early, recvbuf: Any, status: MPI.Status | None, stream: Any, complete: bool = False) -> None:
+    """Receive a kept message into any buffer: it is sent to ourselves.
+
+    Args:
+        item: the message.
+        recvbuf: buffer argument.
+        status: to be filled in.
+        stream: the user's stream or None.
+        complete: the data must be in place for every stream, as for a request.
+    """
     data = item.data()
     with to_ourselves() as own:
         sent = own.Isend([data, MPI.BYTE], 0, 0)
         try:
-            execute(own, Paths(), OPERATIONS["Recv"], (recvbuf, 0, 0, status), stream)
+            if complete:
+                execute(own, Paths(), OPERATIONS["Irecv"], (recvbuf, 0, 0), stream).Wait(status)
+            else:
+                execute(own, Paths(), OPERATIONS["Recv"], (recvbuf, 0, 0, status), stream)
         finally:
             sent.Wait()
     if status is not None:

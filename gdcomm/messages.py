@@ -79,7 +79,7 @@ class Message(MPI.Message):
         """Nonblocking Recv."""
         early = self._take()
         if early is not None:
-            deliver(early, buf, None, stream)
+            deliver(early, buf, None, stream, complete=True)
             return completed(early.report)
         if plain(buf) and (self._channel is None or plain_only(self._channel, buf)):
             try:

@@ -17,6 +17,7 @@ from gdcomm.large import LIMIT
 from gdcomm.memory.pinned import Slot, Slots, pool_of
 from gdcomm.operations import Operation
 from gdcomm.reductions import substitute
+from gdcomm.targets import Arrival, DirectTarget
 from gdcomm.transports.host import datatype_of
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def short(comm: Any, paths: Paths, operation: Operation, arguments: tuple[Any, .
     call = list(arguments)
     results: list[tuple[Buffer, Slot]] = []
     buffer, in_place = None, False
+    arrival: Arrival | None = None  # of a message that may come in an envelope
     for position in operation.buffers:
         array = call[position]
         if type(array) is _InPlace:
@@ -55,11 +57,11 @@ def short(comm: Any, paths: Paths, operation: Operation, arguments: tuple[Any, .
             return False
         if datatype is None or buffer.nbytes > LIMIT or (writes and buffer.readonly):
             return False
-        if writes and operation.counted and buffer.nbytes >= ENVELOPE and comm._channel is not None:
-            return False
         if paths.transport(operation) == "mpi":
             buffer.device.synchronize(buffer.stream)
             call[position] = [_fromaddress(buffer.ptr, buffer.nbytes), datatype]
+            if writes and operation.counted and buffer.nbytes >= ENVELOPE and comm._channel is not None:
+                arrival = Arrival(comm._channel, DirectTarget(buffer, buffer.nbytes), True)
             continue
         if buffer.nbytes > Slots.SIZE:
             return False
@@ -80,11 +82,13 @@ def short(comm: Any, paths: Paths, operation: Operation, arguments: tuple[Any, .
         op = substitute(buffer.dtype, call[operation.op])
         if op is not None:
             call[operation.op] = op
-    if not results:
+    if not results and arrival is None:
         operation.call(comm, *call)
         return True
     status = operation.receipt(call) if operation.counted else None
     operation.call(comm, *call)
+    if arrival is not None and status is not None:
+        arrival.complete(status)
     for buffer, slot in results:
         nbytes = buffer.nbytes if status is None else status.Get_elements(MPI.BYTE)
         if nbytes:

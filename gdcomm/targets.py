@@ -17,7 +17,7 @@ from gdcomm.transports.base import Side, prefix, split_spec
 from gdcomm.transports.host import HostSide
 from gdcomm.transports.staged import StagedSide
 
-__all__ = ["Arrival", "FlatTarget", "device_target", "host_target", "to_ourselves"]
+__all__ = ["Arrival", "DirectTarget", "FlatTarget", "device_target", "host_target", "to_ourselves"]
 
 _Array = np.ndarray[Any, Any]
 
@@ -206,6 +206,13 @@ class Arrival:
         if not self._counted or nbytes == ENVELOPE:
             self._header = self._shadow.read(self._target.end_of_envelope())
         return None if self._header is None else Incoming(self._shadow, self._header, self._target)
+
+    def complete(self, status: MPI.Status) -> None:
+        """Receive the rest, if an envelope came; put the bytes of the whole message in the status."""
+        incoming = self.open(status.Get_elements(MPI.BYTE))
+        if incoming is not None:
+            incoming.receive()
+            status.Set_elements(MPI.BYTE, incoming.header.total)
 
     def total(self, nbytes: int) -> int:
         """Bytes of the message: `nbytes`, where no envelope came."""

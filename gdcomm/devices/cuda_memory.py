@@ -89,10 +89,8 @@ class CudaHostMemory(HostMemory):
             return "async-pool" if _pool_handle(address) else "device", int(found.device)
         if found.type != _HOST:
             return "pageable", None
-        flags = _allocation_flags(address)
-        if flags is None:
-            return "registered", None
-        return "write-combined" if flags & _WRITE_COMBINED else "pinned", None
+        # Registered memory has flags too: that it was registered is known only to who did it.
+        return "write-combined" if _allocation_flags(address) & _WRITE_COMBINED else "pinned", None
 
     def is_pinned(self, address: int) -> bool:
         return bool(runtime.pointerGetAttributes(address).type == _HOST)
@@ -153,13 +151,13 @@ def _pool_handle(address: int) -> int:
     return handle.value or 0
 
 
-def _allocation_flags(address: int) -> int | None:
-    """The flags of the cudaHostAlloc that an address belongs to; None: it was registered instead."""
+def _allocation_flags(address: int) -> int:
+    """The flags that page-locked memory was allocated or registered with; 0 if the driver does not tell."""
     flags = ctypes.c_uint()
     get = getattr(_driver(), "cuMemHostGetFlags", None)
     if get is None:
         return 0
-    return None if get(ctypes.byref(flags), ctypes.c_void_p(address)) else flags.value
+    return 0 if get(ctypes.byref(flags), ctypes.c_void_p(address)) else flags.value
 
 
 def _quietly(free: Any, pointer: int) -> None:

@@ -356,7 +356,7 @@ class EmulatedDevice(EmulatedHostMemory, EmulatedCopies, EmulatedKernels, Device
         self._copy("to_device", dst, lambda: _write(view, source, offset), offset, offset + src.nbytes)
 
     def _copy(self, name: str, buffer: Buffer, copy: Callable[[], None], start: int, end: int) -> None:
-        assert buffer.contiguous or start % buffer.dtype.itemsize == 0, "a piece of a strided array starts at an element"
+        assert buffer.contiguous or start % buffer.dtype.itemsize == 0, "strided: pieces start at elements"
         assert 0 <= start <= end <= buffer.nbytes, "a piece lies within the content"
         with self._lock:
             self.stats[name] += 1

@@ -27,6 +27,7 @@ class EmulatedCopies(Copies):
     _memory: Any
     _random: Any
     _view: Any
+    emulated_properties: Any
     is_pinned: Any
     stats: dict[str, int]
     stream_of: Any
@@ -92,7 +93,8 @@ class EmulatedCopies(Copies):
         span = (height - 1) * pitch + width
         with self._lock:
             block = self._memory.at(address)
-            pageable = block is None and not (self.is_pinned(address) and self.is_pinned(address + span - 1))
+            locked = self.is_pinned(address) and self.is_pinned(address + span - 1)
+            pageable = block is None and not locked and not self.emulated_properties.coherent
         if block is None:
             raw: Any = (ctypes.c_ubyte * span).from_address(address)
         else:

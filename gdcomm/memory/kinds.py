@@ -10,6 +10,7 @@ import numpy as np
 from gdcomm import devices
 from gdcomm.errors import BufferSpecError
 from gdcomm.memory.pinned import block_at
+from gdcomm.memory.registered import registry_of
 
 __all__ = ["MemoryKind", "kind_of", "memory_kind"]
 
@@ -93,6 +94,8 @@ def kind_of(address: int, nbytes: int) -> MemoryKind:
     first = device.memory_at(address)
     if device.memory_at(address + nbytes - 1) != first:
         return MemoryKind("pageable")
+    if first[0] == "pinned" and registry_of(device).find(address):  # CUDA itself does not tell the two apart
+        return MemoryKind("registered")
     return MemoryKind(*first)
 
 

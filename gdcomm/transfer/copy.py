@@ -33,6 +33,7 @@ from gdcomm.transfer.staging import download, host_copy, upload
 
 __all__ = ["Copying", "copy", "move", "to_device", "to_host"]
 
+_BYTES = np.dtype(np.uint8)
 _SMALL = Slots.SIZE  # bytes that go through one slot of the calling thread
 _SHORTEST_ROW = 128  # bytes from which on the copy engine moves rows faster than they are packed
 _MOST_PLANES = 64  # copies of rows that one copy may be made of
@@ -195,9 +196,13 @@ def move(to: Side, source: Side, stream: Any, block: bool | None) -> Copying | N
 def _between(to: Side, source: Side, buffer: Buffer, host: Array, block: bool | None) -> Copying | None:
     """Between device and host memory."""
     device, up = buffer.device, to is buffer
-    if host.nbytes <= _SMALL and block is None and buffer.strides is None and host.flags.c_contiguous:
-        _small(buffer, host, up)
-        return None
+    if host.nbytes <= _SMALL and block is not False and buffer.strides is None and host.flags.c_contiguous:
+        try:
+            _small(buffer, host, up)
+        except MemoryError:  # over the budget for page-locked memory; nothing is queued yet
+            pass
+        else:
+            return _end(device, buffer.stream, block)
     locked = is_locked(device, host)
     if (locked or device.properties().coherent) and _direct(to, source, host, buffer):
         if not locked:
@@ -215,13 +220,13 @@ def _small(buffer: Buffer, host: Array, up: bool) -> None:
     device, slot = buffer.device, pool_of(buffer.device).slots().take()
     nbytes = buffer.nbytes
     if up:
-        np.copyto(slot.array[:nbytes].view(host.dtype).reshape(host.shape), host)
+        slot.array[:nbytes] = np.frombuffer(host, _BYTES)  # half the time of a view and copyto
         device.copy(buffer.ptr, slot.address, nbytes, buffer.stream)
         slot.event = device.record(buffer.stream)
     else:
         device.copy(slot.address, buffer.ptr, nbytes, buffer.stream)
         device.synchronize(buffer.stream)
-        np.copyto(host, slot.array[:nbytes].view(host.dtype).reshape(host.shape))
+        np.frombuffer(host, _BYTES)[:] = slot.array[:nbytes]
 
 
 def _direct(to: Side, source: Side, host: Array, buffer: Buffer) -> bool:

@@ -5,25 +5,26 @@ The constants are fitted to one H200 on PCIe 5 x16 (`bench/results/`); what matt
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 __all__ = ["Crossover", "crossover"]
 
-# Page-locked table: a kernel reads rows over the link, in sectors, each with the overhead of its own request.
-GATHER_US = 12.0  # launch, and the first round trip
+# Page-locked table: a kernel reads rows over the link, which carries so many requests, or so many bytes.
+GATHER_US = 70.0  # with the launch and the first round trip
 GATHER_BYTES_PER_US = 50_000.0
-SECTOR_NBYTES = 32  # a kernel reads no less
-ROW_OVERHEAD_NBYTES = 32  # of the link's capacity, for each row
+GATHER_ROW_US = 0.0096
 
 # Pageable table: CPU threads gather rows into pinned slots, which are copied.
 CPU_GATHER_US = 60.0
-CPU_ROW_US = 0.02  # cache and translation misses, over all threads
-CPU_BYTES_PER_US = 30_000.0
+CPU_ROW_US = 0.014  # cache and translation misses, and the index itself, over all threads
+CPU_BYTES_PER_US = 20_000.0
 
 # The whole table, then a gather in device memory.
-COPY_US = 25.0
+COPY_US = 85.0
 COPY_BYTES_PER_US = {"page-locked": 54_000.0, "pageable": 42_000.0}
 DEVICE_BYTES_PER_US = 3_000_000.0
+INDEX_US = {"page-locked": 0.0001, "pageable": 0.014}  # of an index; one from the host is checked and copied
 
 
 class Crossover(NamedTuple):
@@ -57,13 +58,14 @@ def crossover(row_nbytes: int, rows: int, table_nbytes: int, *, page_locked: boo
     """
     if page_locked:
         fixed = GATHER_US
-        sectors = -(-row_nbytes // SECTOR_NBYTES) * SECTOR_NBYTES
-        each = (sectors + ROW_OVERHEAD_NBYTES) / GATHER_BYTES_PER_US
+        each = max(row_nbytes / GATHER_BYTES_PER_US, GATHER_ROW_US)
     else:
         fixed = CPU_GATHER_US
         each = CPU_ROW_US + row_nbytes / CPU_BYTES_PER_US
-    whole = COPY_US + table_nbytes / COPY_BYTES_PER_US["page-locked" if page_locked else "pageable"]
-    on_device = 2 * row_nbytes / DEVICE_BYTES_PER_US
+    kind = "page-locked" if page_locked else "pageable"
+    whole = COPY_US + table_nbytes / COPY_BYTES_PER_US[kind]
+    on_device = 2 * row_nbytes / DEVICE_BYTES_PER_US + INDEX_US[kind]
     gather_us, copy_us = fixed + rows * each, whole + rows * on_device
-    meet = max(0, int((whole - fixed) / (each - on_device)) + 1)
+    # Where a row costs more on the device, the copy is never ahead for having fewer rows.
+    meet = max(0, int((whole - fixed) / (each - on_device)) + 1) if each > on_device else sys.maxsize
     return Crossover("gather" if gather_us <= copy_us else "copy", gather_us, copy_us, meet)

@@ -55,7 +55,7 @@ def _host_view(obj: Any, name: str) -> Array:
     if isinstance(obj, np.ma.MaskedArray):
         raise BufferSpecError(f"{name}: a masked array has two parts; give .data and .mask, or .filled()")
     if isinstance(obj, np.ndarray):
-        return obj
+        return np.asarray(obj)  # np.memmap, or a subclass that indexes in its own way
     try:
         library = library_of(obj)
         if library == "torch":

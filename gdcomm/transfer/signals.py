@@ -150,6 +150,9 @@ class Signal:
         queue nothing behind such a wait that does harm with wrong input (an index out of range, say). Waits of this
         signal that have no time-out of their own are not released.
 
+        While a stream waits, CUDA calls that wait for all streams do not return: freeing device memory to the system,
+        and on some drivers the first launch of a kernel. Launch what you need once before.
+
         Args:
             stream: CuPy's, PyTorch's or Numba's stream, or a handle; None is the current one.
             value: to compare with.

@@ -72,6 +72,8 @@ def test_a_stream_waits_for_the_host(signal, stream):
 def test_streams_wait_for_each_other_and_for_other_threads(signal):
     one, two = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
     x = cupy.zeros(100_000)
+    x[:] = 1
+    warm = x + 1  # the first launch of a kernel may wait for streams
     cupy.cuda.Device().synchronize()
 
     def produce():  # a thread whose first CUDA call this is
@@ -84,7 +86,7 @@ def test_streams_wait_for_each_other_and_for_other_threads(signal):
     thread.start()
     signal.stream_wait(two, 2, compare="==", timeout=30)
     with two:
-        y = x + 1
+        y = cupy.add(x, 1, out=warm)
     signal.set(1)
     thread.join()
     two.synchronize()

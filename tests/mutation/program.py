@@ -384,6 +384,74 @@ def in_objects(comm, peer):
             check(f"bcast {size}", d, ramp(size, 320.0), s)
 
 
+def other_ends_of_envelopes(comm, peer):
+    """A large strided array is staged on every path; what receives it may be direct, derived or probed before."""
+    size = 400_000
+    every_second = MPI.DOUBLE.Create_vector(size, 1, 2).Commit()
+    for turn, receive in enumerate((
+        lambda y, s: comm.Recv(y, peer, stream=s),
+        lambda y, s: comm.Irecv([y, 1, every_second], peer, stream=s).Wait(),
+        lambda y, s: comm.Recv([y, 1, every_second], peer, stream=s),
+        lambda y, s: (comm.Probe(peer), comm.Irecv(y, peer, stream=s).Wait()),
+    )):  # fmt: skip
+        s, t = stream(), stream()
+        values = ramp(size, 400.0 * turn + comm.rank)
+        x = DEVICE.empty((size, 2))[:, 0]
+        DEVICE.launch(s, lambda a, values=values: np.copyto(a, values), x)
+        wide = turn in (1, 2)
+        y = DEVICE.empty(2 * size if wide else size)
+        DEVICE.fill(y, -28.0, t)
+        request = comm.Isend(x, peer, stream=s)
+        receive(y, t)
+        request.Wait()
+        expected = ramp(size, 400.0 * turn + peer)
+        if wide:
+            expected = np.column_stack([expected, np.full(size, -28.0)]).ravel()
+        check(f"envelope, other end {turn}", y, expected, t if turn in (0, 2) else stream())
+    every_second.Free()
+
+
+def exchanges_after_a_probe(comm, peer):
+    """What an exchange sends may be overwritten after it, also where it receives what a probe has kept."""
+    size = 400_000
+    for replace in (False, True):
+        s = stream()
+        large = queued(ramp(size, 5.0 * comm.rank), s)
+        request = comm.Isend(large, peer, 1, stream=s)
+        comm.Probe(peer, 1)
+        x, y, z = ramp(size, 6.0 + comm.rank), np.empty(size), np.empty(size)
+        receiving = comm.Irecv(z, peer, 2)
+        if replace:
+            y = x
+            comm.Sendrecv_replace(y, peer, 2, peer, 1)
+        else:
+            comm.Sendrecv(x, peer, 2, y, peer, 1)
+            x[:] = -29.0
+        receiving.Wait()
+        request.Wait()
+        check(f"exchange after a probe, received, {replace}", y, ramp(size, 5.0 * peer), s)
+        check(f"exchange after a probe, sent, {replace}", z, ramp(size, 6.0 + peer), s)
+
+
+def error_before_an_envelope(comm, peer):
+    """The blocks of a large send that failed are used again only when the late copies into them are over."""
+    size = 400_000
+    s, t = stream(), stream()
+    x = queued(ramp(size, 1.0), s)
+    strided = DEVICE.empty((size, 2))[:, 0]
+    DEVICE.launch(t, lambda a: np.copyto(a, ramp(size, 500.0 + comm.rank)), strided)
+    with broken_device():
+        comm.Send(DEVICE.empty((size, 2))[:, 0], peer, stream=s)
+    y = np.empty(size)
+    request = comm.Isend(strided, peer, stream=t)
+    s.synchronize()  # the late copies run, before the envelope is received
+    comm.Barrier()
+    comm.Recv(y, peer)
+    request.Wait()
+    check("envelope after an error", y, ramp(size, 500.0 + peer), t)
+    check("its input", x, ramp(size, 1.0), s)
+
+
 @contextlib.contextmanager
 def broken_device():
     """Every wait fails; the caller's block must fail with it."""
@@ -465,7 +533,8 @@ def main():
     peer = 1 - comm.rank
     for case in (
         blocking_both_ways, sendrecv, two_streams, collectives, layouts, mixed_ends, many_in_a_row, nonblocking,
-        completion, persistent, in_objects, error_between, error_in_a_slot,
+        completion, persistent, in_objects, other_ends_of_envelopes, exchanges_after_a_probe, error_between,
+        error_in_a_slot, error_before_an_envelope,
     ):  # fmt: skip
         case(comm, peer)
     hits = nothing_is_left()

@@ -228,8 +228,9 @@ def test_a_copy_is_ordered_on_its_stream(device: EmulatedDevice, n: int, kind: s
     assert same(out, values + 1)
 
 
+@pytest.mark.parametrize("reader_first", [True, False])
 @pytest.mark.parametrize("n", [3, 40_000])
-def test_two_libraries_streams_are_ordered_on_the_device(device: EmulatedDevice, n: int) -> None:
+def test_two_libraries_streams_are_ordered_on_the_device(device: EmulatedDevice, n: int, reader_first: bool) -> None:
     one, two = device.Stream(), device.Stream()
 
     class Foreign:  # of a library with a current stream of its own
@@ -241,7 +242,8 @@ def test_two_libraries_streams_are_ordered_on_the_device(device: EmulatedDevice,
     device.fill(y, 7, two)
     gdcomm.copy(Foreign(y, two), Foreign(x, one))
     device.fill(x, 5, one)  # after the copy read it
-    one.synchronize()
+    if reader_first:
+        one.synchronize()
     assert (device.asnumpy(y, two) == 3).all()
 
 
@@ -265,6 +267,9 @@ def test_block_says_who_waits(device: EmulatedDevice) -> None:
     assert not y._view.any() or y._view[0] != -7, "on the device nobody waits"
     gdcomm.copy(y, x, block=True)
     assert y._view[0] == -7
+    short = device.zeros(3)
+    gdcomm.copy(short, np.ones(3), block=True)
+    assert short._view.all()
     assert gdcomm.copy(np.zeros(3), np.ones(3), block=False).query()  # type: ignore[union-attr]
     assert gdcomm.copy(device.empty(0), np.ones(0), block=False).query()  # type: ignore[union-attr]
 
@@ -279,6 +284,20 @@ def test_pageable_memory_is_done_with_at_return_also_without_blocking(device: Em
         assert same(out, expected)
         assert up is not None
         up.synchronize()
+
+
+def test_many_short_copies_do_not_overwrite_each_other(device: EmulatedDevice) -> None:
+    xs = [device.zeros(4) for _ in range(50)]
+    for i, x in enumerate(xs):
+        gdcomm.copy(x, np.full(4, float(i)))
+    assert [device.asnumpy(x)[0] for x in xs] == list(range(50))
+
+
+def test_memory_stays_registered_until_a_copy_under_way_is_done(device: EmulatedDevice) -> None:
+    values, x = numbers((30_000,), "<f8"), device.zeros(30_000)
+    with gdcomm.registered(values):
+        gdcomm.copy(x, values, block=False)
+    assert same(device.asnumpy(x), values)
 
 
 def test_arrays_of_a_copy_under_way_live_until_it_is_done(device: EmulatedDevice) -> None:
@@ -418,6 +437,9 @@ def test_over_the_pinned_budget_everything_still_works(device: EmulatedDevice, m
 
         monkeypatch.setattr(pool, "lease", short)
         monkeypatch.setattr(pool, "hold", short)
+        monkeypatch.setattr(pool, "slots", lambda: short(1 << 20))
+        few = gdcomm.to_device(values[0])
+        assert same(gdcomm.to_host(few), values[0])
         x = gdcomm.to_device(values)
         assert same(gdcomm.to_host(x), values)
         out = np.zeros_like(values)

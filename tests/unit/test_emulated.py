@@ -318,9 +318,9 @@ def test_array_keeps_or_takes_an_order_and_a_snapshot(device: EmulatedDevice) ->
     assert device.asnumpy(x).tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_a_piece_must_start_at_an_element_and_lie_within(device: EmulatedDevice) -> None:
-    buffer = described(device, device.zeros(4))
-    for nbytes, offset in ((8, 3), (40, 0), (8, 32), (8, -8)):
+def test_a_piece_lies_within_and_starts_at_an_element_of_a_strided_array(device: EmulatedDevice) -> None:
+    whole, strided = described(device, device.zeros(4)), described(device, device.zeros(8)[::2])
+    for buffer, nbytes, offset in ((strided, 8, 3), (whole, 40, 0), (whole, 8, 32), (whole, 8, -8)):
         with pytest.raises(AssertionError):
             device.to_host(device.pinned(nbytes), buffer, offset)
         with pytest.raises(AssertionError):

@@ -220,8 +220,8 @@ class Outgoing(Pump):
         if self._envelope.released:
             return
         self._envelope.array[FIRST:] = 0  # a header must not be found again in recycled memory
-        self._envelope.release(self._sealed)
-        for lease, event, request in zip(self._slots, self._events, self._requests, strict=True):
+        leases, events = [self._envelope, *self._slots], [self._sealed, *self._events]
+        for lease, event, request in zip(leases, events, [MPI.REQUEST_NULL, *self._requests], strict=True):
             if request == MPI.REQUEST_NULL:
                 lease.release(event)
 

@@ -71,6 +71,10 @@ EXCUSED: dict[tuple[str, str, str, str], str] = {
     ),
     ("envelopes.py", "Incoming._wait", "synchronize", "event.synchronize()"): "query tests the event again",
     ("targets.py", "_pack", "mpi", "request.Wait()"): "a message to ourselves that was received is sent",
+    ("early.py", "receive", "mpi", "sent.Wait()"): (
+        "of two such lines, the one of Sendrecv: its message has gone when the other end is served, which must be on "
+        "its way too, else both would wait for ever"
+    ),
     ("early.py", "deliver", "mpi", "sent.Wait()"): "a message to ourselves that was received is sent",
 }
 

@@ -15,7 +15,7 @@ from cupy.cuda import runtime
 from gdcomm.devices.base import Buffer, Device, Event
 from gdcomm.devices.cuda_copies import CudaCopies
 from gdcomm.devices.cuda_kernels import CudaKernels
-from gdcomm.devices.cuda_memory import CudaHostMemory
+from gdcomm.devices.cuda_memory import CudaHostMemory, attributes
 from gdcomm.devices.memory import address_of
 from gdcomm.errors import BufferSpecError, DeviceError
 
@@ -165,8 +165,7 @@ class CudaDevice(CudaHostMemory, CudaCopies, CudaKernels, Device):
     def owns(self, address: int) -> bool:
         if not address:
             return False
-        attributes = runtime.pointerGetAttributes(address)
-        return attributes.type in (_DEVICE, _MANAGED)
+        return attributes(address).type in (_DEVICE, _MANAGED)
 
     # -- copies ------------------------------------------------------------------------------
 

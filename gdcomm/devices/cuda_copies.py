@@ -12,6 +12,7 @@ import numpy as np
 from cupy.cuda import runtime
 
 from gdcomm.devices.copies import Copies
+from gdcomm.devices.cuda_memory import attributes
 
 if TYPE_CHECKING:
     from gdcomm.devices.base import Buffer
@@ -97,13 +98,13 @@ class CudaCopies(Copies):
         if isinstance(obj, cupy.ndarray):
             index = obj.data.device_id
         elif index is None and hasattr(obj, "__cuda_array_interface__"):
-            index = runtime.pointerGetAttributes(obj.__cuda_array_interface__["data"][0] or 0).device
+            index = attributes(obj.__cuda_array_interface__["data"][0] or 0).device
         if index is None or index in (-1, cupy.cuda.get_device_id()):
             return None
         return cupy.cuda.Device(index)  # type: ignore[no-any-return]
 
     def connect(self, dst: Buffer, src: Buffer) -> None:
-        ends = [runtime.pointerGetAttributes(side.ptr).device for side in (dst, src)]
+        ends = [attributes(side.ptr).device for side in (dst, src)]
         for near, far in (ends, ends[::-1]):
             with cupy.cuda.Device(near):
                 if runtime.deviceCanAccessPeer(near, far):

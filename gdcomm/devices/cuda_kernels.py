@@ -16,6 +16,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
+from gdcomm.devices.cuda_memory import attributes
 from gdcomm.devices.kernels import Kernels, Loan, Rows
 from gdcomm.errors import DeviceError
 
@@ -92,10 +93,10 @@ class CudaKernels(Kernels):
     # -- rows --------------------------------------------------------------------------------
 
     def kernel_address(self, address: int, nbytes: int) -> int | None:
-        first = runtime.pointerGetAttributes(address)
+        first = attributes(address)
         if first.type != _HOST or not first.devicePointer:
             return address if self.properties().coherent else None
-        last = runtime.pointerGetAttributes(address + max(nbytes, 1) - 1)
+        last = attributes(address + max(nbytes, 1) - 1)
         reached = last.type == _HOST and last.devicePointer - first.devicePointer == max(nbytes, 1) - 1
         return int(first.devicePointer) if reached else None
 

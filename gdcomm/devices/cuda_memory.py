@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 import warnings
 import weakref
 from pathlib import Path
@@ -16,7 +17,7 @@ from cupy.cuda import runtime
 from gdcomm.devices.memory import DeviceProperties, HostMemory
 from gdcomm.errors import DeviceError
 
-__all__ = ["CudaHostMemory"]
+__all__ = ["CudaHostMemory", "attributes"]
 
 _UNREGISTERED, _HOST, _DEVICE, _MANAGED = range(4)  # cudaMemoryType
 _PORTABLE, _MAPPED, _WRITE_COMBINED, _READ_ONLY = 1, 2, 4, 8  # WriteCombined is of hostAlloc, ReadOnly of hostRegister
@@ -36,6 +37,21 @@ _ATTRIBUTES = {  # cudaDeviceAttr, by number: older CuPy lacks some names
     "memory_pools": 115,
 }
 _ADVICE = "check free memory (`free -m`, the cgroup's limit) and `ulimit -l`"
+
+
+_thread = threading.local()
+
+
+def attributes(address: int) -> Any:
+    """CUDA's attributes of an address.
+
+    In a thread that has not called CUDA before there is no context, and without one the driver calls everything
+    unregistered: device memory would pass for the host's.
+    """
+    if not getattr(_thread, "ready", False):
+        runtime.setDevice(runtime.getDevice())
+        _thread.ready = True
+    return runtime.pointerGetAttributes(address)
 
 
 class CudaHostMemory(HostMemory):
@@ -82,7 +98,7 @@ class CudaHostMemory(HostMemory):
             raise DeviceError(f"memory at {address:#x} can't be unregistered ({error}): {why}") from error
 
     def memory_at(self, address: int) -> tuple[str, int | None]:
-        found = runtime.pointerGetAttributes(address)
+        found = attributes(address)
         if found.type == _MANAGED:
             return "managed", int(found.device)
         if found.type == _DEVICE:
@@ -93,11 +109,11 @@ class CudaHostMemory(HostMemory):
         return "write-combined" if _allocation_flags(address) & _WRITE_COMBINED else "pinned", None
 
     def is_pinned(self, address: int) -> bool:
-        return bool(runtime.pointerGetAttributes(address).type == _HOST)
+        return bool(attributes(address).type == _HOST)
 
     def device_view(self, host: np.ndarray[Any, Any]) -> Any:
         pointer = host.ctypes.data
-        found = runtime.pointerGetAttributes(pointer)
+        found = attributes(pointer)
         if found.type == _HOST:
             pointer = found.devicePointer
         elif not self.properties().coherent and host.nbytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -209,6 +211,16 @@ def test_forced_direct_says_why_it_can_not(monkeypatch):
         comm.Allreduce(cupy.ones(3), cupy.ones(3))
 
 
+def test_a_thread_that_has_not_called_cuda_knows_device_memory():
+    from gdcomm import devices
+
+    x = cupy.arange(5)
+    cuda = devices.cuda_device()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(cuda.owns, x.data.ptr).result()
+        assert not pool.submit(cuda.owns, np.arange(5).ctypes.data).result()
+
+
 def test_memory_that_cannot_be_page_locked_is_staged_all_the_same(monkeypatch):
     from cupy.cuda import runtime
 
@@ -219,6 +231,7 @@ def test_memory_that_cannot_be_page_locked_is_staged_all_the_same(monkeypatch):
     comm = gdcomm.Communicator(path="staged")
     x, y = cupy.arange(n, dtype="f4"), cupy.empty(n, "f4")
     monkeypatch.setattr(runtime, "hostAlloc", refuse)
+    monkeypatch.setattr(runtime, "hostRegister", refuse)
     with pytest.warns(RuntimeWarning, match="page-locked"):
         comm.Allreduce(x, y, MPI.MAX)
     assert bool((y == x).all())

@@ -161,7 +161,7 @@ def main() -> int:
                 run = [str(ROOT / "launch/nodes"), "run", str(nodes), "-n", "4", python]
                 tests = ["-m", "pytest", "-q", "--color=no", "-p", "no:pytest_mpi", "tests/cluster"]
                 step(f"{mpi} tests/cluster, {nodes} simulated nodes, 4 ranks", [*run, *tests])
-    step("mutation: each wait taken out is noticed", [pythons["openmpi"], "tests/mutation/mutate.py"], 600)
+    step("mutation: each wait taken out is noticed", [pythons["openmpi"], "tests/mutation/mutate.py"], 900)
     sources = suite_sources(pythons["openmpi"])
     if sources is None:
         print("mpi4py's own suite not run: its sdist could not be downloaded; check pip's access to PyPI")

@@ -72,13 +72,13 @@ class Budget:
         if new and nbytes >= _LARGE:
             left = available(self._root)
             if left is not None and nbytes > left:
-                self.release(nbytes)
+                self.refund(nbytes)
                 raise PinnedMemoryError(
                     f"{_text(nbytes)} of page-locked memory are asked for, and the system (or the cgroup of this "
                     f"process) has only {_text(left)} left; free some, or give the job more memory"
                 )
 
-    def release(self, nbytes: int) -> None:
+    def refund(self, nbytes: int) -> None:
         """Count `nbytes` as free again."""
         self._freed.append(nbytes)
 

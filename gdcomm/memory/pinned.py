@@ -239,7 +239,7 @@ class PinnedPool:
         try:
             array = allocate(self._device, size, write_combined, node, staging)
         except BaseException:
-            self._budget.release(size)
+            self._budget.refund(size)
             raise
         # Views keep the base of an array that has one, not the array.
         owner = array if array.base is None else array.base

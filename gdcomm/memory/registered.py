@@ -255,7 +255,7 @@ class Registry:
                     ) from error
                 device.host_register(start, nbytes, readonly=True)
         except BaseException:
-            self._budget.release(nbytes)
+            self._budget.refund(nbytes)
             raise
         segment = self._segments[start] = _Segment(start, end, readonly)
         bisect.insort(self._starts, start)
@@ -264,7 +264,7 @@ class Registry:
     def _unlock(self, segment: _Segment) -> None:
         del self._segments[segment.start]
         del self._starts[bisect.bisect_left(self._starts, segment.start)]
-        self._budget.release(segment.end - segment.start)
+        self._budget.refund(segment.end - segment.start)
         self._device.host_unregister(segment.start)
 
     def _release(self, registration: _Registration) -> None:

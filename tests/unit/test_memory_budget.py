@@ -116,7 +116,7 @@ def test_reservations_add_up_to_the_limit(machine: Path) -> None:
     with pytest.raises(gdcomm.PinnedMemoryError, match=r"401 bytes .* 600 bytes of 1000 bytes"):
         counted.reserve(401)
     counted.reserve(400)
-    counted.release(600)
+    counted.refund(600)
     counted.releaser()(100)
     assert counted.used == 300
 

@@ -206,7 +206,8 @@ def find(package: Path) -> list[Mutant]:
             file = path.relative_to(package).as_posix()
             mutant = Mutant(file, name, kind, code, first.lineno, start, stop, new)
             changed = ast.dump(ast.parse(mutant.apply(source)))
-            if changed not in seen and not name.startswith(HELD):  # `def ready` of one statement and that statement are one
+            # `def ready` of one statement and that statement are one.
+            if changed not in seen and not name.startswith(HELD):
                 seen.add(changed)
                 found.append(mutant)
     return found

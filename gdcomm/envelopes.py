@@ -1,8 +1,8 @@
 """Large staged messages: an envelope, then the rest in chunks, so that copies and network overlap.
 
 The *envelope* is an ordinary message of the communicator, so matching, order and probing stay MPI's own. It
-has one fixed, odd length; most of it is the first bytes of the data, and a header that starts with a secret is at its
-end. A receive that can't hold that many bytes can't hold the message either, so MPI itself reports it
+has one fixed, unusual length; most of it is the first bytes of the data, and at its end is a header that starts
+with a secret. A receive that can't hold that many bytes can't hold the message either, so MPI itself reports it
 as truncated; a larger receive looks for the header where exactly so many bytes arrived. The rest follows on a
 *shadow* communicator that the user never sees, under a tag of its own, through a few pinned slots at the sender.
 
@@ -29,7 +29,7 @@ from gdcomm.memory.pinned import Lease, pool_of
 
 __all__ = ["ENVELOPE", "Channel", "Header", "Incoming", "Outgoing", "Pump", "Shadow", "Target", "chunk_size"]
 
-ENVELOPE = 524_269  # bytes: odd, so that no array of wider numbers is looked at for nothing
+ENVELOPE = 1093 * 480  # bytes: whole elements of most types, and a length that few messages have
 SMALLEST = 2 << 20  # bytes of the smallest message that goes this way
 SLICE = 64 << 10  # bytes of the largest element: chunks hold whole ones
 SLOTS = 4

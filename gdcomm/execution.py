@@ -267,6 +267,8 @@ def _envelope(
         return None
     if not (isinstance(dest, int) and 0 <= dest < channel.size):  # nobody, or MPI says what is wrong
         return None
+    if channel.peer(dest) == channel.shadow.rank:  # nothing to overlap with
+        return None
     return Outgoing(channel, buffer, nbytes, dest)
 
 

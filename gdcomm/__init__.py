@@ -77,58 +77,21 @@ __all__ = [
     "unregister",
 ]
 
-_LAZY = {
-    **dict.fromkeys(
-        ("CartCommunicator", "Communicator", "DistGraphCommunicator", "GraphCommunicator", "InterCommunicator"),
-        "gdcomm.communicator",
-    ),
-    "Message": "gdcomm.messages",
-    "Prequest": "gdcomm.requests",
-    "Request": "gdcomm.requests",
-    **dict.fromkeys(
-        (
-            "pinned_array",
-            "pinned_empty",
-            "pinned_like",
-            "pinned_zeros",
-        ),
-        "gdcomm.memory.arrays",
-    ),
-    **dict.fromkeys(
-        (
-            "register",
-            "registered",
-            "unregister",
-        ),
-        "gdcomm.memory.registered",
-    ),
-    **dict.fromkeys(("mapped_empty",), "gdcomm.memory.mapped"),
-    **dict.fromkeys(("memory_kind",), "gdcomm.memory.kinds"),
-    **dict.fromkeys(
-        (
-            "copy",
-            "to_device",
-            "to_host",
-        ),
-        "gdcomm.transfer.copy",
-    ),
-    **dict.fromkeys(("copy_many",), "gdcomm.transfer.batch"),
-    **dict.fromkeys(
-        (
-            "put",
-            "take",
-        ),
-        "gdcomm.transfer.gather",
-    ),
-    **dict.fromkeys(
-        (
-            "offload",
-            "prefetch",
-        ),
-        "gdcomm.transfer.prefetch",
-    ),
-    **dict.fromkeys(("Signal",), "gdcomm.transfer.signals"),
+_MODULES = {
+    "communicator": "CartCommunicator Communicator DistGraphCommunicator GraphCommunicator InterCommunicator",
+    "messages": "Message",
+    "requests": "Prequest Request",
+    "memory.arrays": "pinned_array pinned_empty pinned_like pinned_zeros",
+    "memory.kinds": "memory_kind",
+    "memory.mapped": "mapped_empty",
+    "memory.registered": "register registered unregister",
+    "transfer.batch": "copy_many",
+    "transfer.copy": "copy to_device to_host",
+    "transfer.gather": "put take",
+    "transfer.prefetch": "offload prefetch",
+    "transfer.signals": "Signal",
 }
+_LAZY = {name: f"gdcomm.{module}" for module, names in _MODULES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

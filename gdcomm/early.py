@@ -14,22 +14,12 @@ from mpi4py import MPI
 from gdcomm.arguments import explain
 from gdcomm.envelopes import ENVELOPE, Channel, Header, Incoming
 from gdcomm.execution import execute
-from gdcomm.operations import OPERATIONS
+from gdcomm.operations import OPERATIONS, REQUEST
 from gdcomm.paths import Paths
 from gdcomm.requests import completed
 from gdcomm.targets import Arrival, FlatTarget, to_ourselves
 
 __all__ = ["Early", "deliver", "find", "irecv", "kept", "plain_only", "pop", "receive"]
-
-_RECEIVES = {  # positions of source, tag and status
-    "Recv": (1, 2, 3),
-    "Irecv": (1, 2, -1),
-    "Sendrecv": (4, 5, 6),
-    "Isendrecv": (4, 5, -1),
-    "Sendrecv_replace": (3, 4, 5),
-    "Isendrecv_replace": (3, 4, -1),
-}
-
 
 class Early:
     """A message in memory, or an envelope whose rest waits at its sender."""
@@ -53,7 +43,7 @@ class Early:
         if self._header is not None:
             whole = np.empty(self._header.total, np.uint8)
             whole[: self._header.first] = self._data[: self._header.first]
-            Incoming(self._shadow, self._header, FlatTarget(whole)).receive()
+            Incoming(self._shadow, self._header, FlatTarget(whole)).receive(None)
             self._data, self._header = whole, None
         return self._data
 
@@ -111,21 +101,25 @@ def plain_only(channel: Channel, recvbuf: Any) -> bool:
 
 def receive(comm: Any, name: str, arguments: tuple[Any, ...], stream: Any) -> Any:
     """Run a receiving method: from a kept message, if one matches, else from MPI."""
-    source, tag, status = _RECEIVES[name]
-    item = pop(comm._channel, arguments[source], arguments[tag])
+    operation = OPERATIONS[name]
+    replaces = operation.both >= 0
+    place = operation.both if replaces else operation.recv
+    source = place + (3 if replaces else 1)  # before the tag
+    item = pop(comm._channel, arguments[source], arguments[source + 1])
     if item is None:
         buf = arguments[0]
         if name == "Recv" and type(buf) is np.ndarray and buf.flags.c_contiguous and 0 < buf.dtype.num < 17:
             return _receive_host(comm, arguments)
-        return execute(comm, comm._paths, OPERATIONS[name], arguments, stream)
+        return execute(comm, comm._paths, operation, arguments, stream)
     sent = None
-    if "endrecv" in name:
-        sent = comm.Isend(arguments[0], arguments[1], arguments[2], stream=stream)
-        if "replace" in name:
+    if replaces or operation.send >= 0:
+        sent = comm.Isend(*arguments[:3], stream=stream)
+        if replaces:
             sent.Wait()
-    recvbuf = arguments[3] if name.lower().endswith("sendrecv") else arguments[0]
-    deliver(item, recvbuf, arguments[status] if status >= 0 else None, stream, name.startswith("I"))
-    if name.startswith("I"):
+    requested = operation.form == REQUEST
+    status = arguments[operation.status] if operation.status >= 0 else None
+    deliver(item, arguments[place], status, stream, requested)
+    if requested:
         return completed(item.report) if sent is None else sent
     if sent is not None:
         sent.Wait()

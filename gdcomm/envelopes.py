@@ -294,11 +294,13 @@ class Incoming(Pump):
         for event in self._events or ():
             event.synchronize()
 
-    def receive(self) -> None:
-        """Go on until the data is in place, or queued in order on its stream."""
+    def receive(self, status: MPI.Status | None) -> None:
+        """Go on until the data is in place, or queued in order on its stream; tell the message's bytes in `status`."""
         while self._events is None and not self.query():
             if self._events is None:
                 self._wait()
+        if status is not None:
+            status.Set_elements(MPI.BYTE, self.header.total)
 
 
 class _Sink:

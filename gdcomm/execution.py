@@ -161,9 +161,7 @@ def _block(comm: Any, plan: Plan) -> None:
             if isinstance(event, Outgoing):
                 event.synchronize()
             elif isinstance(event, Incoming):
-                event.receive()
-                if status is not None:
-                    status.Set_elements(MPI.BYTE, event.header.total)
+                event.receive(status)
     plan.close()
 
 

@@ -88,14 +88,13 @@ class Pending:
                 self.cancelled = self._status.Is_cancelled()
                 if not self.cancelled:  # a collective's status counts nothing: it may read "undefined"
                     self._nbytes = max(0, self._status.Get_elements(MPI.BYTE))
-                assert self._work is not None
-                with self._here:
+            assert self._work is not None
+            with self._here:
+                if self._events is None:
                     self._events = self._work.end(self._nbytes)
-            with self._here:  # an event may be a transfer in chunks, which goes on when asked
-                if not all(event.query() for event in self._events):
+                if not all(event.query() for event in self._events):  # one may be a transfer in chunks: it goes on
                     return
-            if self._work is not None:
-                self._nbytes = self._work.total(self._nbytes)
+            self._nbytes = self._work.total(self._nbytes)
         except BaseException as error:  # handed to whoever waits, never lost in a thread
             self.error = error
         self._finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +33,10 @@ class FlatTarget:
 
     def __init__(self, memory: _Array, side: Side | None = None) -> None:
         self._memory, self._side = memory, side
-        self.capacity = memory.nbytes
+
+    @property
+    def capacity(self) -> int:
+        return self._memory.nbytes
 
     def end_of_envelope(self) -> bytes:
         return self._memory[FIRST:ENVELOPE].tobytes()
@@ -44,6 +48,9 @@ class FlatTarget:
         pass
 
     def finish(self, nbytes: int) -> list[Event]:
+        return self._end(nbytes)
+
+    def _end(self, nbytes: int | None) -> list[Event]:
         event = None if self._side is None else self._side.end(nbytes)
         return [] if event is None else [event]
 
@@ -91,7 +98,7 @@ class DirectTarget:
         return []
 
 
-class PackedTarget:
+class PackedTarget(FlatTarget):
     """Memory in a form that only MPI understands (derived datatypes): packed when an envelope came.
 
     Args:
@@ -101,32 +108,15 @@ class PackedTarget:
 
     def __init__(self, spec: Any, side: Side | None = None) -> None:
         self._spec, self._side = spec, side
-        self._packed: _Array | None = None
 
-    @property
-    def _flat(self) -> _Array:
-        if self._packed is None:
-            self._packed = _pack(self._spec)
-        return self._packed
-
-    @property
-    def capacity(self) -> int:
-        return self._flat.nbytes
-
-    def end_of_envelope(self) -> bytes:
-        return self._flat[FIRST:ENVELOPE].tobytes()
-
-    def memory(self, offset: int, nbytes: int) -> Any:
-        return [self._flat[offset : offset + nbytes], MPI.BYTE]
-
-    def placed(self, offset: int, nbytes: int) -> None:
-        pass
+    @functools.cached_property
+    def _memory(self) -> _Array:  # type: ignore[override]
+        return _pack(self._spec)
 
     def finish(self, nbytes: int) -> list[Event]:
         with to_ourselves() as own:
-            own.Sendrecv([self._flat, nbytes, MPI.BYTE], 0, 0, self._spec, 0, 0)
-        event = None if self._side is None else self._side.end(None)
-        return [] if event is None else [event]
+            own.Sendrecv([self._memory, nbytes, MPI.BYTE], 0, 0, self._spec, 0, 0)
+        return self._end(None)
 
 
 class _Own(MPI.Intracomm):
@@ -211,8 +201,7 @@ class Arrival:
         """Receive the rest, if an envelope came; put the bytes of the whole message in the status."""
         incoming = self.open(status.Get_elements(MPI.BYTE))
         if incoming is not None:
-            incoming.receive()
-            status.Set_elements(MPI.BYTE, incoming.header.total)
+            incoming.receive(status)
 
     def total(self, nbytes: int) -> int:
         """Bytes of the message: `nbytes`, where no envelope came."""

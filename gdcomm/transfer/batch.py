@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -132,15 +133,10 @@ class _Batch:
             self._device.synchronize(self._stream)
             return
         for part in _parts(sizes):
-            to, nbytes = dsts[part], sizes[part]
-            offsets, total = _places(to, nbytes)
-            lease = self._pool.lease(total)
-            try:
-                for piece, view in zip(srcs[part], _views(lease.array, offsets, srcs[part]), strict=True):
+            with self._packed(dsts[part], srcs[part], sizes[part]) as (packed, views):
+                for piece, view in zip(srcs[part], views, strict=True):
                     view[...] = piece
-                self.queue(to, [lease.address + offset for offset in offsets], nbytes)
-            finally:
-                lease.release(self._device.record(self._stream))
+                self.queue(dsts[part], packed, sizes[part])
 
     def download(self, dsts: Sequence[Array], srcs: list[int], sizes: list[int]) -> None:
         """Device to host; returns when the host's memory holds the data."""
@@ -150,16 +146,23 @@ class _Batch:
             self._device.synchronize(self._stream)
             return
         for part in _parts(sizes):
-            origin, nbytes = srcs[part], sizes[part]
-            offsets, total = _places(origin, nbytes)
-            lease = self._pool.lease(total)
-            try:
-                self.queue([lease.address + offset for offset in offsets], origin, nbytes)
+            with self._packed(srcs[part], dsts[part], sizes[part]) as (packed, views):
+                self.queue(packed, srcs[part], sizes[part])
                 self._device.synchronize(self._stream)
-                for piece, view in zip(dsts[part], _views(lease.array, offsets, dsts[part]), strict=True):
+                for piece, view in zip(dsts[part], views, strict=True):
                     piece[...] = view
-            finally:
-                lease.release(self._device.record(self._stream))
+
+    @contextmanager
+    def _packed(
+        self, addresses: list[int], host: Sequence[Array], sizes: list[int]
+    ) -> Iterator[tuple[list[int], Iterable[Array]]]:
+        """A page-locked block that holds the host's pieces one after the other: their addresses, and views of them."""
+        offsets, total = _places(addresses, sizes)
+        lease = self._pool.lease(total)
+        try:
+            yield [lease.address + offset for offset in offsets], _views(lease.array, offsets, host)
+        finally:
+            lease.release(self._device.record(self._stream))
 
 
 def _parts(sizes: list[int]) -> Iterator[slice]:

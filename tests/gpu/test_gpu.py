@@ -6,17 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from gpu import cupy, slow
 from mpi4py import MPI
 
 import gdcomm
 
-cupy = pytest.importorskip("cupy", reason="needs CuPy: pip install 'gdcomm[cuda13]'")
 pytestmark = pytest.mark.gpu
-
-try:
-    cupy.cuda.runtime.getDeviceCount()
-except cupy.cuda.runtime.CUDARuntimeError:
-    pytest.skip("needs a CUDA GPU that CuPy can use; see `gdcomm info`", allow_module_level=True)
 
 PATHS = ["staged", "auto"]
 DTYPES = ["?", "i1", "u2", "i4", "u8", "e", "f", "d", "F", "D"]
@@ -32,14 +27,6 @@ def comm(request):
 def values(rank, n, dtype):
     base = np.arange(n) * (rank + 1) % 7 + rank
     return (base % 2 == 0) if np.dtype(dtype) == bool else base.astype(dtype)
-
-
-def slow(array):
-    """Keep the stream busy for some milliseconds before `array` gets its value."""
-    big = cupy.ones((3000, 3000), "f")
-    for _ in range(8):
-        big = big @ big * 1e-4
-    return big
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -72,7 +59,7 @@ def test_kernel_before_the_call_is_seen_and_after_it_sees(comm):
     for stream in (cupy.cuda.Stream(), cupy.cuda.Stream(non_blocking=True)):
         with stream:
             x, y = cupy.zeros(100000), cupy.full(100000, -1.0)
-            slow(x)
+            slow()
             x += comm.rank + 1
             request = comm.Irecv(y, origin)
             comm.Send(x, peer)
@@ -87,7 +74,7 @@ def test_named_stream_is_used(comm):
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         x = cupy.zeros(1000)
-        slow(x)
+        slow()
         x += 3
     y = cupy.empty(1000)
     cupy.cuda.get_current_stream().synchronize()

@@ -7,16 +7,11 @@ import threading
 
 import numpy as np
 import pytest
+from gpu import cupy, slow
 
 import gdcomm
 
-cupy = pytest.importorskip("cupy", reason="needs CuPy: pip install 'gdcomm[cuda13]'")
 pytestmark = pytest.mark.gpu
-
-try:
-    cupy.cuda.runtime.getDeviceCount()
-except cupy.cuda.runtime.CUDARuntimeError:
-    pytest.skip("needs a CUDA GPU that CuPy can use; see `gdcomm info`", allow_module_level=True)
 
 SIZES = [0, 1, 7, 1000, 8193, 300_001, 5_000_003]  # float64: to 40 MB, several slots
 DTYPES = ["?", "i1", "u2", "i4", "e", "f", "d", "F", "D"]
@@ -25,14 +20,6 @@ DTYPES = ["?", "i1", "u2", "i4", "e", "f", "d", "F", "D"]
 def values(n, dtype="d"):
     base = np.arange(n) * 7 % 251
     return (base % 2 == 0) if np.dtype(dtype) == bool else base.astype(dtype)
-
-
-def slow():
-    """Keep the current stream busy for some milliseconds."""
-    big = cupy.ones((3000, 3000), "f")
-    for _ in range(8):
-        big = big @ big * 1e-4
-    return big
 
 
 def managed(n, dtype="d"):

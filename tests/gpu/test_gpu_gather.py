@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from gpu import cupy
 
 import gdcomm
 
-cupy = pytest.importorskip("cupy", reason="needs CuPy: pip install 'gdcomm[cuda13]'")
 pytestmark = pytest.mark.gpu
-
-try:
-    cupy.cuda.runtime.getDeviceCount()
-except cupy.cuda.runtime.CUDARuntimeError:
-    pytest.skip("needs a CUDA GPU that CuPy can use; see `gdcomm info`", allow_module_level=True)
 
 RECORD = np.dtype([("a", "i1"), ("b", "<f8"), ("c", "S3")])
 DTYPES = ["?", "i1", "<i4", "<f8", "<c16", "<f2"]

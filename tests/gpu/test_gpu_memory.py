@@ -8,6 +8,7 @@ import os
 
 import numpy as np
 import pytest
+from gpu import cupy, slow
 
 import gdcomm
 from gdcomm import devices
@@ -15,13 +16,7 @@ from gdcomm.memory import budget
 from gdcomm.memory.pinned import note_use, pool_of
 from gdcomm.memory.registered import pieces, registry_of
 
-cupy = pytest.importorskip("cupy", reason="needs CuPy: pip install 'gdcomm[cuda13]'")
 pytestmark = pytest.mark.gpu
-
-try:
-    cupy.cuda.runtime.getDeviceCount()
-except cupy.cuda.runtime.CUDARuntimeError:
-    pytest.skip("needs a CUDA GPU that CuPy can use; see `gdcomm info`", allow_module_level=True)
 
 runtime = cupy.cuda.runtime
 H2D, D2H = runtime.memcpyHostToDevice, runtime.memcpyDeviceToHost
@@ -31,14 +26,6 @@ MIB, PAGE = 1 << 20, mmap.PAGESIZE
 @pytest.fixture
 def device():
     return devices.cuda_device()
-
-
-def slow():
-    """Keep the current stream busy for some milliseconds."""
-    big = cupy.ones((3000, 3000), "f")
-    for _ in range(8):
-        big = big @ big * 1e-4
-    return big
 
 
 def settle(device):

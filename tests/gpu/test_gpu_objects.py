@@ -6,19 +6,14 @@ import gc
 
 import numpy as np
 import pytest
+from gpu import cupy, slow
 from mpi4py import MPI
 
 import gdcomm
 from gdcomm import devices, objects
 from gdcomm.memory.pinned import pool_of
 
-cupy = pytest.importorskip("cupy", reason="needs CuPy: pip install 'gdcomm[cuda13]'")
 pytestmark = pytest.mark.gpu
-
-try:
-    cupy.cuda.runtime.getDeviceCount()
-except cupy.cuda.runtime.CUDARuntimeError:
-    pytest.skip("needs a CUDA GPU that CuPy can use; see `gdcomm info`", allow_module_level=True)
 
 
 @pytest.fixture
@@ -51,13 +46,6 @@ def values(rank, shape, dtype="d"):
 def exchange(comm, obj):
     """Send to the next rank; the object of the rank before."""
     return comm.sendrecv(obj, (comm.rank + 1) % comm.size, source=(comm.rank - 1) % comm.size)
-
-
-def slow():
-    big = cupy.ones((3000, 3000), "f")
-    for _ in range(8):
-        big = big @ big * 1e-4
-    return big
 
 
 @pytest.mark.parametrize("dtype", ["?", "i1", "u8", "e", "f", "d", "F", "D"])

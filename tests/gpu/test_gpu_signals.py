@@ -7,16 +7,11 @@ import time
 
 import numpy as np
 import pytest
+from gpu import cupy
 
 import gdcomm
 
-cupy = pytest.importorskip("cupy", reason="needs CuPy: pip install 'gdcomm[cuda13]'")
 pytestmark = pytest.mark.gpu
-
-try:
-    cupy.cuda.runtime.getDeviceCount()
-except cupy.cuda.runtime.CUDARuntimeError:
-    pytest.skip("needs a CUDA GPU that CuPy can use; see `gdcomm info`", allow_module_level=True)
 
 STREAMS = {
     "null": lambda: cupy.cuda.Stream.null,

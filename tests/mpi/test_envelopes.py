@@ -49,6 +49,18 @@ def read(array):
     return array if isinstance(array, np.ndarray) else DEVICE.asnumpy(array)
 
 
+def exchange(comm, form, y):
+    """Receive into y with tag 3 by a method that sends as well."""
+    small = np.zeros(1)
+    if "replace" in form:
+        result = getattr(comm, form)(y, MPI.PROC_NULL, 1, LAST, 3)
+    else:
+        result = getattr(comm, form)(small, NEXT, 1, y, LAST, 3)
+        comm.Recv(small, LAST, 1)
+    if result is not None:
+        result.Wait()
+
+
 KINDS = pytest.mark.parametrize("kind", ["device", "host"])
 
 
@@ -152,7 +164,7 @@ def test_fortran_order_at_the_receiver(comm, sent, kind):
 @KINDS
 @pytest.mark.parametrize("form", ["Sendrecv", "Isendrecv", "Sendrecv_replace", "Isendrecv_replace", "Recv_init"])
 def test_every_receiving_method(comm, sent, kind, form):
-    x, small, y = DEVICE.array(values()), np.zeros(1), empty(kind)
+    x, y = DEVICE.array(values()), empty(kind)
     sending = comm.Isend(x, NEXT, 3)
     if form == "Recv_init":
         request = comm.Recv_init(y, LAST, 3)
@@ -167,13 +179,7 @@ def test_every_receiving_method(comm, sent, kind, form):
         comm.Recv(y, LAST, 3)
         sending.Wait()
         return
-    if "replace" in form:
-        result = getattr(comm, form)(y, MPI.PROC_NULL, 1, LAST, 3)
-    else:
-        result = getattr(comm, form)(small, NEXT, 1, y, LAST, 3)
-        comm.Recv(small, LAST, 1)
-    if result is not None:
-        result.Wait()
+    exchange(comm, form, y)
     sending.Wait()
     assert np.array_equal(read(y), values(rank=LAST))
 
@@ -249,16 +255,10 @@ def test_messages_of_an_envelopes_length_stay_in_order(comm):
 
 @pytest.mark.parametrize("form", ["Sendrecv", "Isendrecv", "Sendrecv_replace", "Isendrecv_replace"])
 def test_probed_then_received_by_an_exchange(comm, form):
-    x, y, small = DEVICE.array(values()), empty("host"), np.zeros(1)
+    x, y = DEVICE.array(values()), empty("host")
     sending = comm.Isend(x, NEXT, 3)
     comm.Probe(LAST, 3)
-    if "replace" in form:
-        result = getattr(comm, form)(y, MPI.PROC_NULL, 1, LAST, 3)
-    else:
-        result = getattr(comm, form)(small, NEXT, 1, y, LAST, 3)
-        comm.Recv(small, LAST, 1)
-    if result is not None:
-        result.Wait()
+    exchange(comm, form, y)
     sending.Wait()
     assert np.array_equal(y, values(rank=LAST))
 

@@ -51,8 +51,8 @@ class Copies(ABC):
         """
 
     @abstractmethod
-    def addresses(self, arrays: Sequence[Any]) -> list[int] | None:
-        """Addresses of these arrays if all are plain: one library's, contiguous, writable, on the current GPU."""
+    def addresses(self, arrays: Sequence[Any]) -> np.ndarray[Any, Any] | None:
+        """Addresses (uint64) of arrays if all are plain: one library's, contiguous, writable, on the current GPU."""
 
     def elsewhere(self, obj: Any) -> AbstractContextManager[Any] | None:
         """A context in which the GPU that holds `obj` is the current one; None where it is already."""

@@ -15,7 +15,7 @@ from cupy.cuda import runtime
 from gdcomm.devices.base import Buffer, Device, Event
 from gdcomm.devices.cuda_copies import CudaCopies
 from gdcomm.devices.cuda_kernels import CudaKernels
-from gdcomm.devices.cuda_memory import CudaHostMemory, attributes
+from gdcomm.devices.cuda_memory import CudaHostMemory, attributes, is_contiguous
 from gdcomm.devices.memory import address_of
 from gdcomm.errors import BufferSpecError, DeviceError
 
@@ -88,7 +88,7 @@ class CudaDevice(CudaHostMemory, CudaCopies, CudaKernels, Device):
         if nbytes and memory.device_id != _current_gpu():
             _wrong_device(memory.device_id)
         handle = _current_stream().ptr if stream is None else _handle(stream)
-        strides = None if array.flags.c_contiguous else array.strides
+        strides = None if is_contiguous(array) else array.strides
         owner = array if owner is None else owner
         return Buffer(memory.ptr, nbytes, array.dtype, array.shape, strides, readonly, self, handle, owner)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from cupy.cuda import runtime
 from gdcomm.devices.memory import DeviceProperties, HostMemory
 from gdcomm.errors import DeviceError
 
-__all__ = ["CudaHostMemory", "attributes"]
+__all__ = ["CudaHostMemory", "attributes", "is_contiguous"]
 
 _UNREGISTERED, _HOST, _DEVICE, _MANAGED = range(4)  # cudaMemoryType
 _PORTABLE, _MAPPED, _WRITE_COMBINED, _READ_ONLY = 1, 2, 4, 8  # WriteCombined is of hostAlloc, ReadOnly of hostRegister
@@ -39,6 +41,10 @@ _ATTRIBUTES = {  # cudaDeviceAttr, by number: older CuPy lacks some names
 _ADVICE = "check free memory (`free -m`, the cgroup's limit) and `ulimit -l`"
 
 
+# Whether a CuPy array is C-contiguous; CuPy's own attribute takes a fifth of the time of the flags.
+is_contiguous: Callable[[Any], bool] = operator.attrgetter(
+    "_c_contiguous" if hasattr(cupy.ndarray, "_c_contiguous") else "flags.c_contiguous"
+)
 _thread = threading.local()
 
 

@@ -75,12 +75,12 @@ class EmulatedCopies(Copies):
             self.stats["batches"] = self.stats.get("batches", 0) + 1
             self.stream_of(stream)._push(work)
 
-    def addresses(self, arrays: Sequence[Any]) -> list[int] | None:
+    def addresses(self, arrays: Sequence[Any]) -> _Array | None:
         from gdcomm.devices.emulated import EmulatedArray
 
         if not all(type(a) is EmulatedArray and a._view.flags.carray for a in arrays):
             return None
-        return [a.ptr for a in arrays]
+        return np.array([a.ptr for a in arrays], np.uint64)
 
     def _write(self, target: _Array, source: _Array, locked: list[int]) -> None:
         for address in locked:

@@ -19,6 +19,7 @@ from gdcomm.memory.registered import pieces as segments
 from gdcomm.transfer.sides import (
     Array,
     Side,
+    address_of,
     agree,
     describe,
     is_dense,
@@ -84,6 +85,8 @@ def copy(dst: Any, src: Any, *, stream: Any = None, block: bool | None = None) -
         BufferSpecError: an argument is no array, shapes or dtypes differ, or `dst` is read-only.
         DeviceError: device memory that can't be reached.
     """
+    if block is not False and _short(dst, src, stream, block):
+        return None
     try:
         to, source = describe(dst, "dst", stream, True), describe(src, "src", stream)
     except DeviceError:
@@ -193,16 +196,56 @@ def move(to: Side, source: Side, stream: Any, block: bool | None) -> Copying | N
     return Copying(None) if block is False else None
 
 
+def _short(dst: Any, src: Any, stream: Any, block: bool | None) -> bool:
+    """Copy between a short NumPy array and a device array; tell if it was done.
+
+    The questions of `describe` and `agree` would take longer than the copy; a plain pair of arrays answers fewer.
+    """
+    down = type(dst) is np.ndarray
+    host: Array = dst if down else src
+    if type(host) is not np.ndarray or not 0 < host.nbytes <= _SMALL:
+        return False
+    flags = host.flags
+    if not flags.c_contiguous or (down and not flags.writeable):
+        return False
+    try:
+        buffer = devices.find(src if down else dst, stream)
+    except DeviceError:
+        return False
+    if buffer is None or buffer.strides is not None or (buffer.readonly and not down):
+        return False
+    if buffer.dtype != host.dtype or buffer.shape != host.shape:
+        return False
+    return _small(buffer, host, not down, block)
+
+
+def _small(buffer: Buffer, host: Array, up: bool, block: bool | None) -> bool:
+    """A short contiguous copy with few calls, and without a look at the host's memory; tell if it was done."""
+    device, nbytes, stream = buffer.device, buffer.nbytes, buffer.stream
+    if block or not up:
+        address = address_of(host)
+        if len(segments(address, nbytes)) > 1:  # no copy may reach from one registration into the next
+            return False
+        ends = (buffer.ptr, address) if up else (address, buffer.ptr)
+        device.copy(*ends, nbytes, stream)  # of pageable memory, the driver has a short way too
+        device.synchronize(stream)
+        return True
+    try:
+        slot = pool_of(device).slots().take()
+    except MemoryError:  # over the budget for page-locked memory; nothing is queued yet
+        return False
+    slot.array[:nbytes] = np.frombuffer(host, _BYTES)  # half the time of a view and copyto
+    device.copy(buffer.ptr, slot.address, nbytes, stream)
+    slot.event = device.record(stream)
+    return True
+
+
 def _between(to: Side, source: Side, buffer: Buffer, host: Array, block: bool | None) -> Copying | None:
     """Between device and host memory."""
     device, up = buffer.device, to is buffer
-    if host.nbytes <= _SMALL and block is not False and buffer.strides is None and host.flags.c_contiguous:
-        try:
-            _small(buffer, host, up)
-        except MemoryError:  # over the budget for page-locked memory; nothing is queued yet
-            pass
-        else:
-            return _end(device, buffer.stream, block)
+    plain = buffer.strides is None and host.flags.c_contiguous
+    if plain and host.nbytes <= _SMALL and block is not False and _small(buffer, host, up, block):
+        return None
     locked = is_locked(device, host)
     if (locked or device.properties().coherent) and _direct(to, source, host, buffer):
         if not locked:
@@ -215,25 +258,11 @@ def _between(to: Side, source: Side, buffer: Buffer, host: Array, block: bool | 
     return _end(device, buffer.stream, block, keep=(buffer,))
 
 
-def _small(buffer: Buffer, host: Array, up: bool) -> None:
-    """A short copy through the calling thread's own page-locked memory: few calls, no look at the host's memory."""
-    device, slot = buffer.device, pool_of(buffer.device).slots().take()
-    nbytes = buffer.nbytes
-    if up:
-        slot.array[:nbytes] = np.frombuffer(host, _BYTES)  # half the time of a view and copyto
-        device.copy(buffer.ptr, slot.address, nbytes, buffer.stream)
-        slot.event = device.record(buffer.stream)
-    else:
-        device.copy(slot.address, buffer.ptr, nbytes, buffer.stream)
-        device.synchronize(buffer.stream)
-        np.frombuffer(host, _BYTES)[:] = slot.array[:nbytes]
-
-
 def _direct(to: Side, source: Side, host: Array, buffer: Buffer) -> bool:
     """Queue the copy as DMA of contiguous bytes or rows; tell if the layouts allow that."""
     device, stream, plan = buffer.device, buffer.stream, runs(to, source)
     first, end = span_of(host)
-    parts = segments(first, end - first)  # no copy may reach from one registration into the next
+    parts = segments(first, end - first)
     if not plan.extents:
         for address, nbytes in parts:
             offset = address - first

@@ -10,6 +10,7 @@ import numpy as np
 
 from gdcomm import devices
 from gdcomm.devices.base import Buffer, Device
+from gdcomm.devices.memory import address_of as block_address
 from gdcomm.errors import BufferSpecError
 
 __all__ = [
@@ -119,8 +120,10 @@ def agree(dst: Side, src: Side, names: tuple[str, str] = ("dst", "src")) -> None
 
 def address_of(array: Array) -> int:
     """Address of the element at index 0."""
-    address: int = array.__array_interface__["data"][0]
-    return address
+    try:
+        return block_address(array)
+    except (TypeError, ValueError, BufferError):  # read-only, with gaps, or empty
+        return int(array.__array_interface__["data"][0])
 
 
 def strides_of(side: Side) -> tuple[int, ...]:

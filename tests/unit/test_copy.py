@@ -149,6 +149,40 @@ def test_a_coherent_device_reads_pageable_memory_itself(device: EmulatedDevice) 
     assert (device.stats["to_device"], device.stats["to_host"]) == (0, 0)
 
 
+@pytest.mark.parametrize("block", [None, True])
+def test_short_copies_of_all_host_memory(device: EmulatedDevice, block: bool | None) -> None:
+    page = np.zeros(16 * KIB, np.uint8)
+    start = -page.ctypes.data % 4096 + 4096
+    half = page[start : start + 100]
+    across = page[start - 50 : start + 50]  # page-locked in part: no copy may reach from the one into the other
+    values, x = numbers((100,), "u1"), device.zeros((100,), "u1")
+    with gdcomm.registered(half):
+        for host in (across, half, np.zeros(100, np.uint8), memoryview(bytearray(100))):
+            array = np.asarray(host)
+            array[:] = values
+            device.fill(x, 0)
+            gdcomm.copy(x, host, block=block)
+            array[:] = 0
+            assert same(device.asnumpy(x), values)
+            gdcomm.copy(host, x, block=block)
+            assert same(array, values)
+        frozen = values.copy()
+        frozen.flags.writeable = False
+        device.fill(x, 0)
+        gdcomm.copy(x, frozen, block=block)
+        assert same(device.asnumpy(x), values)
+
+
+def test_a_short_copy_to_the_device_does_not_wait_for_its_stream(device: EmulatedDevice) -> None:
+    stream, signal = device.Stream(), gdcomm.Signal()
+    x = device.zeros((8,), "u1")
+    device.synchronize(None)
+    signal.stream_wait(stream, 1, timeout=20)
+    gdcomm.copy(x, np.full(8, 7, "u1"), stream=stream)  # would wait for ever
+    signal.set(1)
+    assert (device.asnumpy(x, stream) == 7).all()
+
+
 def test_registered_memory_is_copied_directly_across_seams(device: EmulatedDevice) -> None:
     memory = np.zeros(64 * KIB * 4, np.uint8)
     memory[:] = numbers(memory.shape, "u1")

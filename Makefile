@@ -17,7 +17,7 @@ test: .venv/ready .venv-mpich/ready lint
 	$(BIN)/python tests/run.py --mpich-python .venv-mpich/bin/python
 
 lint: .venv/ready
-	$(BIN)/ruff check gdcomm tests launch/nodes bench
+	$(BIN)/ruff check gdcomm tests launch/nodes bench docs
 	$(BIN)/mypy
 
 .venv/ready: pyproject.toml launch/setup.sh

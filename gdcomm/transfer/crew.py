@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from gdcomm.topology import cpu_quota
+
 __all__ = ["Crew", "cpu_count", "crew"]
 
 
+@functools.cache
 def cpu_count() -> int:
-    """Processors that this process may use."""
+    """Processors that this process may use at a time: by its affinity, and by its cgroup (containers)."""
     try:
-        return len(os.sched_getaffinity(0))
+        count = len(os.sched_getaffinity(0))
     except AttributeError:
-        return os.cpu_count() or 1
+        count = os.cpu_count() or 1
+    return min(count, max(math.floor(cpu_quota() or count), 1))
 
 
 class _Job:

@@ -9,6 +9,7 @@ from typing import NamedTuple, cast
 from mpi4py import MPI
 
 from gdcomm import devices
+from gdcomm.arenas import Address, here, visible
 from gdcomm.envelopes import Channel, Shadow
 
 __all__ = ["channel_of", "facts", "open_channel"]
@@ -18,11 +19,12 @@ class _Facts(NamedTuple):
     threads: bool  # MPI may be called from any thread: large messages go on while the program is elsewhere
     devices: bool  # device arrays can exist here
     secret: bytes
+    arena: Address | None  # memory that others on this node can share
 
 
 def facts() -> _Facts:
     """What this rank brings to the agreement about envelopes."""
-    return _Facts(MPI.Query_thread() == MPI.THREAD_MULTIPLE, devices.possible(), os.urandom(16))
+    return _Facts(MPI.Query_thread() == MPI.THREAD_MULTIPLE, devices.possible(), os.urandom(16), here())
 
 
 @functools.cache
@@ -42,7 +44,10 @@ def open_channel(comm: MPI.Intracomm, everyone: list[_Facts]) -> Channel | None:
         return known
     if not (all(rank.threads for rank in everyone) and any(rank.devices for rank in everyone)):
         return None
-    shadow = Shadow(MPI.Intracomm(comm).Dup(), everyone[0].secret)
+    seen = visible([rank.arena for rank in everyone])
+    shown = MPI.Intracomm.alltoall(comm, seen)  # who sees mine
+    near = [rank.arena if a and b else None for rank, a, b in zip(everyone, seen, shown, strict=True)]
+    shadow = Shadow(MPI.Intracomm(comm).Dup(), everyone[0].secret, near)
     return _remember(comm, Channel(shadow, None, [], len(everyone)))
 
 

@@ -17,41 +17,64 @@ import itertools
 import math
 import struct
 import time
+from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
+from gdcomm.arenas import SLOT, Address, Box, Peer, own
 from gdcomm.arguments import ArgumentError
-from gdcomm.devices.base import Buffer, Event
+from gdcomm.devices.base import Buffer, Device, Event
+from gdcomm.lanes import InLane, InMessages, InSlots, OutLane, OutMessages, OutSlots, Target
 from gdcomm.memory.pinned import Lease, pool_of
 
-__all__ = ["ENVELOPE", "Channel", "Header", "Incoming", "Outgoing", "Pump", "Shadow", "Target", "chunk_size"]
+__all__ = ["ENVELOPE", "FIRST", "SLICE", "SMALLEST", "Channel", "Header", "Incoming", "Outgoing", "Pump", "Shadow"]
 
-ENVELOPE = 1093 * 480  # bytes: whole elements of most types, and a length that few messages have
+ENVELOPE = 1093 * 96  # bytes: whole elements of most types, a length that few messages have, and more than `Slots.SIZE`
 SMALLEST = 2 << 20  # bytes of the smallest message that goes this way
 SLICE = 64 << 10  # bytes of the largest element: chunks hold whole ones
-SLOTS = 4
-_FORM = struct.Struct("<16sQQQQQ")
+_FORM = struct.Struct("<16sQQQQQQ")
 _HEADER = 64  # bytes at the end of the envelope
 FIRST = ENVELOPE - _HEADER  # most data bytes in an envelope
-_LATENCY, _BANDWIDTH = 2e-5, 8e9  # of one chunk: Python, MPI and CUDA calls (s), the slowest stage (B/s)
 
 
-def chunk_size(nbytes: int) -> int:
-    """Bytes of a chunk: the square-root rule for a pipeline of three stages, within 256 KiB and 8 MiB."""
-    return min(max(int(math.sqrt(nbytes * _LATENCY * _BANDWIDTH / 2)), 256 << 10), 8 << 20)
+class _Rate(NamedTuple):
+    """Of a pipeline: seconds that each chunk costs beside its bytes, bytes/s of the slowest stage, stages, limits."""
+
+    latency: float
+    bandwidth: float
+    stages: int
+    smallest: int
+    largest: int
+
+    def chunk(self, nbytes: int) -> int:
+        """Bytes of a chunk by the square-root rule: small enough to begin soon, large enough to be few."""
+        best = int(math.sqrt(nbytes * self.latency * self.bandwidth / (self.stages - 1)))
+        return min(max(best, self.smallest), self.largest)
+
+
+_MESSAGES = _Rate(2e-5, 8e9, 3, 256 << 10, 8 << 20)
+_SLOTS = _Rate(1.5e-5, 5e10, 2, 256 << 10, SLOT)
 
 
 class Header(NamedTuple):
-    """What an envelope says: bytes in all, in the envelope and in a chunk; source and tag on the shadow."""
+    """What an envelope says.
+
+    Args:
+        total, first, chunk: bytes in all, in the envelope and in a chunk.
+        source: rank on the shadow.
+        tag: of chunks that are messages on the shadow.
+        box: number of the box in the source's arena, counted from 1; 0: the chunks are messages.
+    """
 
     total: int
     first: int
     chunk: int
     source: int
     tag: int
+    box: int
 
     def piece(self, index: int) -> tuple[int, int]:
         """Offset and bytes of a chunk."""
@@ -70,19 +93,27 @@ class Shadow:
     Args:
         comm: a duplicate of the family's first communicator, which nobody else uses.
         secret: 16 bytes, the same on all ranks.
+        arenas: of each rank that shares memory with this one.
     """
 
-    def __init__(self, comm: MPI.Intracomm, secret: bytes) -> None:
-        self.comm = comm
+    def __init__(self, comm: MPI.Intracomm, secret: bytes, arenas: Sequence[Address | None]) -> None:
+        self.comm, self.arenas = comm, arenas
         self.rank = comm.Get_rank()
         self._secret = secret
         limit = comm.Get_attr(MPI.TAG_UB)
         self._tags = itertools.cycle(range(1, limit if isinstance(limit, int) else 32767))
 
-    def address(self, total: int, itemsize: int) -> Header:
+    def box(self, dest: int, device: Device) -> Box | None:
+        """A box in this process's arena for a message; None if it must go through MPI."""
+        arena = own() if self.arenas[dest] is not None else None
+        return arena.open() if arena is not None and arena.lock(device) else None
+
+    def address(self, total: int, itemsize: int, box: Box | None) -> Header:
         """The header of a new message; no chunk cuts an element."""
-        chunk = max(chunk_size(total) // itemsize, 1) * itemsize
-        return Header(total, FIRST // itemsize * itemsize, chunk, self.rank, next(self._tags))
+        rate = _MESSAGES if box is None else _SLOTS
+        chunk = max(rate.chunk(total) // itemsize, 1) * itemsize
+        number = 0 if box is None else box.number + 1
+        return Header(total, FIRST // itemsize * itemsize, chunk, self.rank, next(self._tags), number)
 
     def write(self, envelope: Any, header: Header) -> None:
         """Put the header at the envelope's end."""
@@ -139,7 +170,7 @@ class Pump:
 
 
 class Outgoing(Pump):
-    """The sender's part: device to slot, slot to network, several slots at once. Also a `transports.base.Side`.
+    """The sender's part: device to page-locked memory, and on, several chunks at once. Also a `transports.base.Side`.
 
     Args:
         channel: the communicator's.
@@ -150,31 +181,33 @@ class Outgoing(Pump):
     finishes = holds = True
 
     def __init__(self, channel: Channel, buffer: Buffer, nbytes: int, dest: int) -> None:
-        self._shadow, self._buffer, self._dest = channel.shadow, buffer, channel.peer(dest)
-        self._header = channel.shadow.address(nbytes, buffer.dtype.itemsize)
-        self._count = self._header.chunks
+        self._shadow, self._buffer, peer = channel.shadow, buffer, channel.peer(dest)
         pool = pool_of(buffer.device)
-        slots = min(SLOTS, self._count)
+        box = channel.shadow.box(peer, buffer.device)
+        header = self._header = channel.shadow.address(nbytes, buffer.dtype.itemsize, box)
+        self._lane: OutLane
+        if box is not None:
+            self._lane = OutSlots(box)
+        else:
+            self._lane = OutMessages(channel.shadow.comm, peer, header.tag, pool, header, header.chunk)
         self._envelope: Lease = pool.lease(ENVELOPE)
-        self._slots: list[Lease] = [pool.lease(self._header.chunk) for _ in range(slots)]
-        self._events: list[Event | None] = [None] * slots
-        self._requests: list[MPI.Request] = [MPI.REQUEST_NULL] * slots
-        self._copied = self._sent = self._done = 0  # chunks
-        self._sealed: Event | None = None
+        self._copying: deque[Event] = deque()  # chunks that are on their way to the host
+        self._last: Event | None = None
+        self._copied = self._sent = 0  # chunks
         self.spec = [self._envelope.array, ENVELOPE, MPI.BYTE]
 
     def begin(self) -> None:
         """Queue the copies of the envelope and of the first chunks."""
         envelope, first = self._envelope.array, self._header.first
         self._shadow.write(envelope, self._header)
-        self._buffer.device.to_host(envelope[:first], self._buffer)
-        self._sealed = self._buffer.device.record(self._buffer.stream)
+        if first:
+            self._buffer.device.to_host(envelope[:first], self._buffer)
+        self._last = self._sealed = self._buffer.device.record(self._buffer.stream)
         self._copy()
 
     def ready(self) -> None:
         """Block until the envelope is filled; the chunks may still be under way."""
-        if self._sealed is not None:
-            self._sealed.synchronize()
+        self._sealed.synchronize()
 
     def end(self, nbytes: int | None) -> Event | None:
         """The envelope is sent: the rest is this pump's."""
@@ -182,72 +215,43 @@ class Outgoing(Pump):
 
     def query(self) -> bool:
         """Send what is on the host, refill what was sent."""
-        slots = len(self._slots)
-        while self._done < self._sent and self._requests[self._done % slots].Test():
-            self._done += 1
+        done = self._lane.done()
         self._copy()
-        while self._sent < self._copied:
-            slot = self._sent % slots
-            event = self._events[slot]
-            if event is not None and not event.query():
-                break
-            nbytes = self._header.piece(self._sent)[1]
-            self._requests[slot] = self._shadow.comm.Isend(
-                [self._slots[slot].array, nbytes, MPI.BYTE], self._dest, self._header.tag
-            )
+        while self._copying and self._copying[0].query():
+            self._copying.popleft()
+            self._lane.send(self._header.piece(self._sent)[1])
             self._sent += 1
-        return self._done == self._count
+        return done == self._header.chunks
 
     def _copy(self) -> None:
-        slots = len(self._slots)
-        while self._copied < min(self._count, self._done + slots):
+        buffer = self._buffer
+        while self._copied < self._header.chunks:
+            memory = self._lane.take()
+            if memory is None:
+                return
             offset, nbytes = self._header.piece(self._copied)
-            slot = self._copied % slots
-            self._buffer.device.to_host(self._slots[slot].array[:nbytes], self._buffer, offset)
-            self._events[slot] = self._buffer.device.record(self._buffer.stream)
+            buffer.device.to_host(memory[:nbytes], buffer, offset)
+            self._last = buffer.device.record(buffer.stream)
+            self._copying.append(self._last)
             self._copied += 1
 
     def _wait(self) -> None:
-        slots = len(self._slots)
-        event = self._events[self._sent % slots] if self._sent < self._copied else None
-        if event is not None:
-            event.synchronize()
-        elif self._done < self._sent:
-            self._requests[self._done % slots].Wait()
+        if self._copying:
+            self._copying[0].synchronize()
+        else:
+            self._lane.wait()
 
     def close(self) -> None:
-        """Give the slots back. One that MPI still reads, after an error, is lost to the pool."""
+        """Give the memory back."""
         if self._envelope.released:
             return
         self._envelope.array[FIRST:] = 0  # a header must not be found again in recycled memory
-        leases, events = [self._envelope, *self._slots], [self._sealed, *self._events]
-        for lease, event, request in zip(leases, events, [MPI.REQUEST_NULL, *self._requests], strict=True):
-            if request == MPI.REQUEST_NULL:
-                lease.release(event)
-
-
-class Target(Protocol):
-    """Where a receive puts the bytes of a message."""
-
-    @property
-    def capacity(self) -> int:
-        """Bytes of the longest message."""
-
-    def end_of_envelope(self) -> bytes:
-        """What arrived where an envelope has its header."""
-
-    def memory(self, offset: int, nbytes: int) -> Any:
-        """The buffer argument by which MPI writes these bytes."""
-
-    def placed(self, offset: int, nbytes: int) -> None:
-        """MPI has written these bytes; queue what takes them further."""
-
-    def finish(self, nbytes: int) -> list[Event]:
-        """All bytes are written; queue what is left to do."""
+        self._envelope.release(self._last)
+        self._lane.close(self._last)
 
 
 class Incoming(Pump):
-    """The receiver's part: network to memory, and on to the device while the next chunks come.
+    """The receiver's part: chunks to memory, and on to the device while the next ones come.
 
     Args:
         shadow: of the communicator's family.
@@ -256,41 +260,36 @@ class Incoming(Pump):
     """
 
     def __init__(self, shadow: Shadow, header: Header, target: Target) -> None:
-        self._comm, self.header = shadow.comm, header
+        self.header = header
         self._fits = header.total <= target.capacity
         self._target: Target = target if self._fits else _Sink()
-        self._requests = [MPI.REQUEST_NULL] * min(SLOTS, header.chunks)
-        self._posted = self._done = 0  # chunks
+        self._lane: InLane
+        address = shadow.arenas[header.source] if header.box else None
+        if address is not None:
+            self._lane = InSlots(Peer(address, header.box - 1), header, self._target)
+        else:
+            self._lane = InMessages(shadow.comm, header.source, header.tag, header, self._target)
         self._events: list[Event] | None = None
-        self._target.placed(0, header.first)
+        if header.first:
+            self._target.placed(0, header.first)
 
     def query(self) -> bool:
-        """Take what arrived, post what follows."""
+        """Take what arrived."""
         if self._events is None:
-            header, slots = self.header, len(self._requests)
-            while True:
-                while self._posted < min(header.chunks, self._done + slots):
-                    memory = self._target.memory(*header.piece(self._posted))
-                    self._requests[self._posted % slots] = self._comm.Irecv(memory, header.source, header.tag)
-                    self._posted += 1
-                if self._done == header.chunks or not self._requests[self._done % slots].Test():
-                    break
-                self._target.placed(*header.piece(self._done))
-                self._done += 1
-            if self._done < header.chunks:
+            if not self._lane.advance():
                 return False
             if not self._fits:
                 raise ArgumentError(
                     MPI.ERR_TRUNCATE,
-                    f"the message of {header.total} bytes is longer than the receive buffer; it is lost. "
+                    f"the message of {self.header.total} bytes is longer than the receive buffer; it is lost. "
                     "Give a larger buffer, or ask Probe for the size first",
                 )
-            self._events = self._target.finish(header.total)
+            self._events = self._target.finish(self.header.total)
         return all(event.query() for event in self._events)
 
     def _wait(self) -> None:
         if self._events is None:
-            self._requests[self._done % len(self._requests)].Wait()
+            self._lane.wait()
         for event in self._events or ():
             event.synchronize()
 
@@ -316,6 +315,9 @@ class _Sink:
 
     def placed(self, offset: int, nbytes: int) -> None:
         pass
+
+    def fetch(self, arena: Any, memory: Any, offset: int) -> Event | None:
+        return None
 
     def finish(self, nbytes: int) -> list[Event]:
         return []

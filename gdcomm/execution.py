@@ -17,8 +17,9 @@ from numpy import ndarray
 from gdcomm import devices, large
 from gdcomm.arguments import explain
 from gdcomm.devices.base import Buffer, Event
-from gdcomm.envelopes import SLICE, SMALLEST, Channel, Incoming, Outgoing, Target
+from gdcomm.envelopes import SLICE, SMALLEST, Channel, Incoming, Outgoing
 from gdcomm.errors import BufferSpecError
+from gdcomm.lanes import Target
 from gdcomm.memory.pinned import pool_of
 from gdcomm.operations import BLOCKING, PERSISTENT, Operation
 from gdcomm.reductions import check_reduction, substitute, wire_dtype

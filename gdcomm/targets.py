@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from gdcomm.arenas import Arena
 from gdcomm.devices.base import Buffer, Event
-from gdcomm.envelopes import ENVELOPE, FIRST, Channel, Header, Incoming, Target
+from gdcomm.envelopes import ENVELOPE, FIRST, Channel, Header, Incoming
+from gdcomm.lanes import Target
 from gdcomm.memory.pinned import pool_of
 from gdcomm.transports.base import Side, prefix, split_spec
 from gdcomm.transports.host import HostSide
@@ -47,6 +49,11 @@ class FlatTarget:
     def placed(self, offset: int, nbytes: int) -> None:
         pass
 
+    def fetch(self, arena: Arena, memory: _Array, offset: int) -> Event | None:
+        self._memory[offset : offset + memory.nbytes] = memory
+        self.placed(offset, memory.nbytes)
+        return None
+
     def finish(self, nbytes: int) -> list[Event]:
         return self._end(nbytes)
 
@@ -66,6 +73,11 @@ class MirrorTarget(FlatTarget):
         buffer = self._buffer
         if not self._whole:
             buffer.device.to_device(buffer, self._memory[offset : offset + nbytes], offset)
+
+    def fetch(self, arena: Arena, memory: _Array, offset: int) -> Event | None:
+        if self._whole:
+            return super().fetch(arena, memory, offset)
+        return _fetch(self._buffer, arena, memory, offset)
 
     def finish(self, nbytes: int) -> list[Event]:
         if self._whole:  # chunks may end within an element of it
@@ -94,8 +106,18 @@ class DirectTarget:
     def placed(self, offset: int, nbytes: int) -> None:
         pass
 
+    def fetch(self, arena: Arena, memory: _Array, offset: int) -> Event | None:
+        return _fetch(self._buffer, arena, memory, offset)
+
     def finish(self, nbytes: int) -> list[Event]:
         return []
+
+
+def _fetch(buffer: Buffer, arena: Arena, memory: _Array, offset: int) -> Event:
+    """Queue the copy from a slot to the device."""
+    arena.lock(buffer.device)  # if that fails, the driver's detour is slow, and as right
+    buffer.device.to_device(buffer, memory, offset)
+    return buffer.device.record(buffer.stream)
 
 
 class PackedTarget(FlatTarget):

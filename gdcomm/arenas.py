@@ -1,0 +1,239 @@
+"""Memory that the processes of a node share, page-locked by each: large staged messages pass without a host copy.
+
+Every process has one *arena*: an anonymous file that its neighbours open through /proc. In it are *slots* for data
+and *boxes*. A box belongs to one message at a time: the sender says in it how many chunks are there and in which
+slots, the receiver how many it is done with. The sender's GPU writes a slot, the receiver's GPU reads it.
+
+A message gets slots only once its receiver has accepted it. From then on the receiver takes chunks whatever its
+program does, so slots always come back, and no message waits for another one's receiver.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gdcomm.devices.base import Device
+from gdcomm.errors import DeviceError
+from gdcomm.memory.registered import registry_of
+
+__all__ = ["SLOT", "Address", "Arena", "Box", "Peer", "here", "own", "visible"]
+
+SLOT = 4 << 20  # bytes of a slot: the most of a chunk
+SLOTS = 8
+PER_MESSAGE = 4  # slots that one message uses at a time
+BOXES = 64  # messages at a time; more go through MPI
+_CONTROL = 64 << 10  # bytes before the slots
+_NBYTES = _CONTROL + SLOTS * SLOT
+_FIRST_BOX = 4096
+_WORDS = 16  # of a box, in two cache lines: one that the receiver writes, one that the sender writes
+_ACCEPTED, _CONSUMED, _PRODUCED, _RING = 0, 1, 8, 9
+_Array = np.ndarray[Any, Any]
+
+
+class Address(NamedTuple):
+    """Where other processes find an arena: on which node, in which file of which process, and how it begins."""
+
+    node: str
+    pid: int
+    fd: int
+    token: bytes
+
+
+class Arena:
+    """The shared memory of one process, mapped into this one.
+
+    Args:
+        fd: of the file.
+    """
+
+    def __init__(self, fd: int) -> None:
+        memory = np.frombuffer(mmap.mmap(fd, _NBYTES), np.uint8)
+        boxes = memory[_FIRST_BOX : _FIRST_BOX + BOXES * _WORDS * 8]
+        self._boxes = boxes.view(np.uint64).reshape(BOXES, _WORDS)
+        self._data = memory[_CONTROL:]
+        self.slots = self._data.reshape(SLOTS, SLOT)
+        self._locked: dict[int, bool] = {}  # by device
+        self._lock = threading.Lock()
+
+    def lock(self, device: Device) -> bool:
+        """Page-lock the slots for a device, once; False if that can't be done."""
+        key = id(device)
+        with self._lock:
+            if key not in self._locked:
+                try:
+                    registry_of(device).add(self._data)
+                    self._locked[key] = True
+                except (MemoryError, DeviceError):  # over the budget, or the driver refuses
+                    self._locked[key] = False
+            return self._locked[key]
+
+    def words(self, box: int) -> _Array:
+        """A box's numbers."""
+        return self._boxes[box]
+
+
+class _Own(Arena):
+    """This process's arena: hands out boxes and slots. Thread-safe: lists are only pushed and popped."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd)
+        os.posix_fallocate(fd, 0, _NBYTES)  # an error now instead of a signal at the first touch
+        self._free_boxes = list(range(BOXES))
+        self.free_slots = list(range(SLOTS))
+
+    def open(self) -> Box | None:
+        """A box for a message; None if all are in use."""
+        try:
+            return Box(self, self._free_boxes.pop())
+        except IndexError:
+            return None
+
+    def give_back(self, box: int) -> None:
+        """The message of a box is through."""
+        self._free_boxes.append(box)
+
+
+class Box:
+    """The sender's side of one message.
+
+    Args:
+        arena: this process's.
+        number: of the box.
+    """
+
+    def __init__(self, arena: _Own, number: int) -> None:
+        self._arena, self.number = arena, number
+        self._words = arena.words(number)
+        self._words[:] = 0
+        self._held: list[int] = []  # slots of chunks that are not consumed, in order
+        self._produced = self._consumed = 0
+
+    def take(self) -> _Array | None:
+        """A slot for the next chunk; None if there is none now."""
+        if not self._words[_ACCEPTED] or len(self._held) == PER_MESSAGE:
+            return None
+        try:
+            slot = self._arena.free_slots.pop()
+        except IndexError:
+            return None
+        self._held.append(slot)
+        return self._arena.slots[slot]
+
+    def produce(self) -> None:
+        """The oldest chunk that was not told yet is in its slot."""
+        self._words[_RING + self._produced % PER_MESSAGE] = self._held[self._produced - self._consumed]
+        self._produced += 1
+        self._words[_PRODUCED] = self._produced  # after the slot's number, and after the data
+
+    def consumed(self) -> int:
+        """How many chunks the receiver is done with."""
+        count = int(self._words[_CONSUMED])
+        for _ in range(count - self._consumed):
+            self._arena.free_slots.append(self._held.pop(0))
+        self._consumed = count
+        return count
+
+    def close(self) -> None:
+        """All chunks are consumed. A box or slot that the receiver may still use, after an error, is lost."""
+        if not self._held:
+            self._arena.give_back(self.number)
+
+
+class Peer:
+    """The receiver's side of one message.
+
+    Args:
+        address: of the sender's arena.
+        box: number of the box.
+    """
+
+    def __init__(self, address: Address, box: int) -> None:
+        self.arena = _opened(address)
+        self._words = self.arena.words(box)
+        self._taken = 0
+        self._words[_ACCEPTED] = 1
+
+    def take(self) -> _Array | None:
+        """The slot of the next chunk; None if it is not there yet."""
+        if self._taken == int(self._words[_PRODUCED]):
+            return None
+        slot = int(self._words[_RING + self._taken % PER_MESSAGE])
+        self._taken += 1
+        return self.arena.slots[slot]
+
+    def consume(self, count: int) -> None:
+        """The first `count` chunks are out of their slots."""
+        self._words[_CONSUMED] = count
+
+
+# -- finding one another -------------------------------------------------------------------------
+
+
+@functools.cache
+def _file() -> tuple[int, bytes] | None:
+    """The file of this process's arena and its token; None where there are no such files."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    token = os.urandom(16)
+    try:
+        fd = os.memfd_create("gdcomm")
+        os.ftruncate(fd, _NBYTES)  # takes no memory yet
+        os.pwrite(fd, token, 0)
+    except OSError:
+        return None
+    return fd, token
+
+
+def here() -> Address | None:
+    """The address of this process's arena."""
+    file = _file()
+    if file is None:
+        return None
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+    return Address(f"{boot} {socket.gethostname()}", os.getpid(), *file)
+
+
+@functools.cache
+def own() -> _Own | None:
+    """This process's arena; None if there is none, or no memory for it."""
+    file = _file()
+    try:
+        return None if file is None else _Own(file[0])
+    except (OSError, ValueError):
+        return None
+
+
+def visible(addresses: Sequence[Address | None]) -> list[bool]:
+    """Which of these arenas this process can open: tried, since containers differ in what they let through."""
+    mine = here()
+    return [a is not None and mine is not None and a.node == mine.node and _token(a) == a.token for a in addresses]
+
+
+def _token(address: Address) -> bytes:
+    try:
+        with open(_path(address), "r+b", buffering=0) as file:
+            return file.read(16)
+    except OSError:
+        return b""
+
+
+def _path(address: Address) -> str:
+    return f"/proc/{address.pid}/fd/{address.fd}"
+
+
+@functools.cache
+def _opened(address: Address) -> Arena:
+    with open(_path(address), "r+b", buffering=0) as file:
+        return Arena(file.fileno())

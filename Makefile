@@ -8,6 +8,7 @@ bench: .venv/ready
 	mkdir -p bench-out
 	$(BIN)/gdcomm info
 	$(BIN)/gdcomm run -n 4 -m gdcomm bench all -e 1M --json bench-out/bench.json --plot bench-out/bench.png
+	$(BIN)/gdcomm bench transfer --json bench-out/transfer.json --plot bench-out/transfer.png
 	@if launch/nodes check; then set -x; \
 	    launch/nodes run 2 -n 4 $(BIN)/python -m gdcomm bench all -e 1M \
 	        --json bench-out/bench-2-nodes.json --plot bench-out/bench-2-nodes.png; \

@@ -51,12 +51,16 @@ class Copying:
 
     def query(self) -> bool:
         """Tell whether the copy is done, without waiting."""
-        return self._event is None or self._event.query()
+        if self._event is not None and not self._event.query():
+            return False
+        self._keep = ()
+        return True
 
     def synchronize(self) -> None:
         """Block the calling thread until the copy is done."""
         if self._event is not None:
             self._event.synchronize()
+        self._keep = ()
 
 
 def copy(dst: Any, src: Any, *, stream: Any = None, block: bool | None = None) -> Copying | None:

@@ -346,6 +346,17 @@ def test_arrays_of_a_copy_under_way_live_until_it_is_done(device: EmulatedDevice
     assert same(device.asnumpy(x), values)
 
 
+def test_a_copy_that_was_waited_for_keeps_nothing(device: EmulatedDevice) -> None:
+    locked, x = gdcomm.pinned_empty(30_000), device.zeros(30_000)
+    copying = gdcomm.copy(x, locked, block=False)
+    assert copying is not None
+    copying.synchronize()
+    before = pinned.pool_of(device).stats()["leased"]
+    del locked
+    gc.collect()
+    assert pinned.pool_of(device).stats()["leased"] < before
+
+
 def test_a_host_copy_with_a_stream_sees_what_was_queued_there(device: EmulatedDevice) -> None:
     stream, locked, out = device.Stream(), made(device, LOCKED, np.zeros(5000)), np.zeros(5000)
     x = device.array(np.ones(5000), stream)

@@ -1,0 +1,83 @@
+"""What a collective algorithm is written over: vectors, and a few verbs between ranks and on memory.
+
+A *vector* is contiguous elements of one dtype: a 1-d NumPy array, or device memory with the same slicing
+(`v[a:b]`, `len`, `dtype`, `nbytes`). An algorithm neither knows which, nor how they travel.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+__all__ = ["HostLink", "Link", "Vector"]
+
+Vector = Any
+
+
+class Link(ABC):
+    """The ranks of a communicator, and one operator. All verbs are in order, each after those before it.
+
+    Args:
+        rank, size: this rank, and how many there are.
+    """
+
+    rank: int
+    size: int
+
+    def exchange(self, send: Vector | None, dest: int, recv: Vector | None, source: int) -> None:
+        """Send one vector and receive another at the same time; None or an empty one: only the other half."""
+        self.transfer([] if send is None else [(send, dest)], [] if recv is None else [(recv, source)])
+
+    @abstractmethod
+    def transfer(self, sends: Sequence[tuple[Vector, int]], recvs: Sequence[tuple[Vector, int]]) -> None:
+        """Send and receive vectors at the same time, each to or from a rank. Empty ones do not travel.
+
+        Between two ranks, vectors arrive in the order in which they are listed and sent.
+        """
+
+    @abstractmethod
+    def reduce(self, into: Vector, lower: Vector | None = None, higher: Vector | None = None) -> None:
+        """`into = lower op into`, or `into = into op higher`: the contribution of lower ranks comes first."""
+
+    @abstractmethod
+    def copy(self, to: Vector, origin: Vector) -> None:
+        """Copy between vectors of this rank that do not overlap (or are the same)."""
+
+    @abstractmethod
+    def scratch(self, count: int, like: Vector) -> Vector:
+        """Memory for `count` elements of the dtype of `like`, uninitialised; it lives as long as the link."""
+
+
+class HostLink(Link):
+    """NumPy vectors over plain MPI messages.
+
+    Args:
+        comm: nobody else's.
+        op: the operator: a NumPy function of two arrays and `out`.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, op: np.ufunc | None = None) -> None:
+        self._comm, self._op = comm, op
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+
+    def transfer(self, sends: Sequence[tuple[Vector, int]], recvs: Sequence[tuple[Vector, int]]) -> None:
+        requests = [self._comm.Irecv([v.view(np.uint8), MPI.BYTE], source) for v, source in recvs if len(v)]
+        requests += [self._comm.Isend([v.view(np.uint8), MPI.BYTE], dest) for v, dest in sends if len(v)]
+        MPI.Request.Waitall(requests)
+
+    def reduce(self, into: Vector, lower: Vector | None = None, higher: Vector | None = None) -> None:
+        assert self._op is not None
+        if higher is None:
+            self._op(lower, into, out=into)
+        else:
+            self._op(into, higher, out=into)
+
+    def copy(self, to: Vector, origin: Vector) -> None:
+        to[:] = origin
+
+    def scratch(self, count: int, like: Vector) -> Vector:
+        return np.empty(count, like.dtype)

@@ -16,7 +16,8 @@ __all__ = ["Buffer", "Device", "Event", "current", "find", "install", "installed
 
 _installed: list[Device] = []
 _LIBRARIES = ("cupy", "torch", "numba.cuda", "jaxlib", "cuda", "pycuda", "rmm", "warp")
-_finders: dict[type, Callable[[Any, Any], Buffer | None]] = {}  # by type, of types that may be on a GPU
+# By type, of types that may be on a GPU. What is described already is as it is.
+_finders: dict[type, Callable[[Any, Any], Buffer | None]] = {Buffer: lambda buffer, _stream: buffer}
 _cuda_state: list[CudaDevice | None] = []  # empty: not looked for yet
 
 

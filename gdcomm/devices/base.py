@@ -21,6 +21,7 @@ import numpy as np
 from gdcomm.devices.copies import Copies
 from gdcomm.devices.kernels import Kernels
 from gdcomm.devices.memory import HostMemory
+from gdcomm.devices.reductions import Reductions
 from gdcomm.errors import BufferSpecError
 
 __all__ = ["Buffer", "Device", "Event"]
@@ -83,7 +84,7 @@ class Buffer(NamedTuple):
             )
 
 
-class Device(HostMemory, Copies, Kernels, ABC):
+class Device(HostMemory, Copies, Kernels, Reductions, ABC):
     """One kind of device in this process. Methods never block unless they say so."""
 
     kind: str = ""
@@ -121,6 +122,10 @@ class Device(HostMemory, Copies, Kernels, ABC):
     @abstractmethod
     def record(self, stream: Any) -> Event:
         """Return an event at the present end of `stream`."""
+
+    @abstractmethod
+    def idle(self, stream: Any) -> bool:
+        """Tell whether all work queued on `stream` is done, without waiting."""
 
     @abstractmethod
     def synchronize(self, stream: Any) -> None:

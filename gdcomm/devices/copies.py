@@ -26,6 +26,13 @@ class Copies(ABC):
     def copy(self, dst: int, src: int, nbytes: int, stream: Any) -> None:
         """Queue a copy of `nbytes` from address `src` to address `dst`."""
 
+    def copy_short(self, host: np.ndarray[Any, Any], array: Any, down: bool) -> bool:
+        """Copy between a short C-contiguous host array and a plain one of the device, and wait; tell if it was done.
+
+        On the current stream. Whatever is not plain (see `addresses`), or differs in shape or dtype, is left.
+        """
+        return False
+
     @abstractmethod
     def copy_rows(
         self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, height: int, stream: Any

@@ -16,6 +16,7 @@ from gdcomm.devices.base import Buffer, Device, Event
 from gdcomm.devices.cuda_copies import CudaCopies
 from gdcomm.devices.cuda_kernels import CudaKernels
 from gdcomm.devices.cuda_memory import CudaHostMemory, attributes, is_contiguous
+from gdcomm.devices.cuda_reductions import CudaReductions
 from gdcomm.devices.memory import address_of
 from gdcomm.errors import BufferSpecError, DeviceError
 
@@ -49,7 +50,7 @@ extern "C" __global__ void strided(char* array, char* packed, const long long* l
 """
 
 
-class CudaDevice(CudaHostMemory, CudaCopies, CudaKernels, Device):
+class CudaDevice(CudaHostMemory, CudaCopies, CudaKernels, CudaReductions, Device):
     """Memory of the GPUs that CuPy sees. Streams are CUDA stream handles (integers).
 
     Raises:
@@ -242,6 +243,9 @@ class CudaDevice(CudaHostMemory, CudaCopies, CudaKernels, Device):
 
     def _wait(self, stream: int, event: Any) -> None:
         runtime.streamWaitEvent(stream, event.ptr, 0)
+
+    def idle(self, stream: Any) -> bool:
+        return not runtime.streamQuery(stream)
 
     def synchronize(self, stream: Any) -> None:
         runtime.streamSynchronize(stream)

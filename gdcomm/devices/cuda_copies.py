@@ -15,12 +15,14 @@ from cupy.cuda import runtime
 
 from gdcomm.devices.copies import Copies
 from gdcomm.devices.cuda_memory import attributes, is_contiguous
+from gdcomm.devices.memory import address_of
 
 if TYPE_CHECKING:
     from gdcomm.devices.base import Buffer
 
 __all__ = ["CudaCopies"]
 
+_H2D, _D2H = runtime.memcpyHostToDevice, runtime.memcpyDeviceToHost
 _DEFAULT = 4  # cudaMemcpyDefault: the addresses tell which side is the host's
 _PEER_ENABLED = 704  # cudaErrorPeerAccessAlreadyEnabled
 _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # CuPy dtypes that move elements of a size
@@ -65,6 +67,20 @@ class CudaCopies(Copies):
 
     def copy(self, dst: int, src: int, nbytes: int, stream: Any) -> None:
         runtime.memcpyAsync(dst, src, nbytes, _DEFAULT, stream)
+
+    def copy_short(self, host: np.ndarray[Any, Any], array: Any, down: bool) -> bool:
+        if type(array) is not cupy.ndarray or not is_contiguous(array):
+            return False
+        memory = array.data
+        if array.dtype != host.dtype or array.shape != host.shape or memory.device_id != cupy.cuda.get_device_id():
+            return False
+        stream = cupy.cuda.get_current_stream().ptr
+        if down:
+            runtime.memcpyAsync(address_of(host), memory.ptr, host.nbytes, _D2H, stream)
+        else:
+            runtime.memcpyAsync(memory.ptr, address_of(host), host.nbytes, _H2D, stream)
+        runtime.streamSynchronize(stream)
+        return True
 
     def copy_rows(
         self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, height: int, stream: Any

@@ -23,6 +23,7 @@ from gdcomm.devices.base import Buffer, Device
 from gdcomm.devices.emulated_copies import EmulatedCopies
 from gdcomm.devices.emulated_kernels import EmulatedKernels, Stalled
 from gdcomm.devices.emulated_memory import EmulatedHostMemory
+from gdcomm.devices.emulated_reductions import EmulatedReductions
 from gdcomm.errors import BufferSpecError
 
 __all__ = ["EmulatedArray", "EmulatedDevice", "EmulatedStream"]
@@ -230,7 +231,7 @@ class _Allocation:
         weakref.finalize(self, device._memory.drop, start, self.memory).atexit = False
 
 
-class EmulatedDevice(EmulatedHostMemory, EmulatedCopies, EmulatedKernels, Device):
+class EmulatedDevice(EmulatedHostMemory, EmulatedCopies, EmulatedKernels, EmulatedReductions, Device):
     """The emulated device of this process. See the module's text.
 
     Args:
@@ -366,6 +367,11 @@ class EmulatedDevice(EmulatedHostMemory, EmulatedCopies, EmulatedKernels, Device
     def record(self, stream: Any) -> EmulatedEvent:
         with self._lock:
             return EmulatedEvent(self, self.stream_of(stream), self._random.randrange(4))
+
+    def idle(self, stream: Any) -> bool:
+        with self._lock:
+            queue = self.stream_of(stream)
+            return queue._done == queue._queued
 
     def synchronize(self, stream: Any) -> None:
         with self._lock:

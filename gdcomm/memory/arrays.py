@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any, Literal, SupportsIndex
 
 import numpy as np
@@ -11,7 +13,7 @@ import numpy.typing as npt
 
 from gdcomm import devices
 from gdcomm.errors import BufferSpecError, DeviceError
-from gdcomm.memory.pages import PAGE, fill
+from gdcomm.memory.pages import fill, ordinary
 from gdcomm.memory.pinned import pool_of
 
 __all__ = ["pinned_array", "pinned_empty", "pinned_like", "pinned_zeros"]
@@ -19,6 +21,7 @@ __all__ = ["pinned_array", "pinned_empty", "pinned_like", "pinned_zeros"]
 _Array = np.ndarray[Any, Any]
 Shape = SupportsIndex | Iterable[SupportsIndex]
 Order = Literal["C", "F"]
+_MOST_AXES = 64 if int(np.__version__.partition(".")[0]) > 1 else 32
 
 
 def pinned_empty(
@@ -54,8 +57,17 @@ def pinned_empty(
         BufferSpecError: an argument can't be used.
         DeviceError: the driver gives no such memory.
     """
-    shape, kind = checked(shape, dtype, order)
-    return np.ndarray(shape, kind, _memory(shape, kind, write_combined, mapped, numa), order=order)
+    extents, kind, nbytes = checked(shape, dtype, order)
+    device = devices.current()
+    if device is None:
+        memory: Any = ordinary(nbytes)
+    else:
+        if mapped and not device.properties().can_map_host_memory:
+            raise DeviceError("mapped: kernels of this GPU can't reach host memory; leave mapped out and copy")
+        if numa is not None:
+            numa = _node(numa, write_combined)
+        memory = pool_of(device).hold(nbytes, write_combined=bool(write_combined), mapped=bool(mapped), node=numa)
+    return np.ndarray(extents, kind, memory, order=order)
 
 
 def pinned_zeros(
@@ -68,10 +80,8 @@ def pinned_zeros(
     numa: int | None = None,
 ) -> _Array:
     """Return zeros in page-locked memory; the rest is as in `pinned_empty`."""
-    shape, kind = checked(shape, dtype, order)
-    memory = _memory(shape, kind, write_combined, mapped, numa)
-    made: _Array = np.ndarray(shape, kind, memory, order=order)
-    fill(memory[: made.nbytes], 0)
+    made = pinned_empty(shape, dtype, order=order, write_combined=write_combined, mapped=mapped, numa=numa)
+    fill(made.reshape(-1, order="A").view(np.uint8), 0)
     return made
 
 
@@ -93,10 +103,9 @@ def pinned_like(
         write_combined, mapped, numa: as in `pinned_empty`, which also says what is raised.
     """
     if not (hasattr(prototype, "shape") and hasattr(prototype, "dtype")):
-        prototype = np.asarray(prototype)
-    own_shape = tuple(prototype.shape)
+        prototype = _host_array("prototype", prototype)
     return pinned_empty(
-        own_shape if shape is None else shape,
+        tuple(prototype.shape) if shape is None else shape,
         _numpy_dtype(prototype.dtype) if dtype is None else dtype,
         order="F" if shape is None and _fortran(prototype) else "C",
         write_combined=write_combined,
@@ -116,7 +125,8 @@ def pinned_array(
     """Return a copy of host values in page-locked memory.
 
     Args:
-        values: an array in host memory, or nested sequences.
+        values: an array in host memory, or nested sequences. Of a Fortran-ordered array the copy is in that
+            order too, else in C order.
         dtype: to convert to.
         write_combined, mapped, numa: as in `pinned_empty`, which also says what is raised.
     """
@@ -125,51 +135,73 @@ def pinned_array(
             f"values: this {type(values).__name__} is on a GPU; copy it by gdcomm.to_host, or gdcomm.copy into "
             "gdcomm.pinned_like(values)"
         )
-    source = np.asarray(values, dtype)
+    if isinstance(values, np.ma.MaskedArray):
+        raise BufferSpecError("values: a masked array has two parts; give .data and .mask, or .filled()")
+    source = _host_array("values", values, dtype)
     made = pinned_like(source, write_combined=write_combined, mapped=mapped, numa=numa)
     np.copyto(made, source)
     return made
 
 
-def checked(shape: Shape, dtype: npt.DTypeLike, order: str = "C") -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """The shape as a tuple and the dtype, if an array in page-locked memory can have them."""
-    try:
-        extents = (shape,) if type(shape) is int else _extents(shape)
-    except TypeError:
-        raise BufferSpecError(f"shape: {shape!r} is no int, nor a sequence of ints") from None
-    if min(extents, default=0) < 0:
-        raise BufferSpecError(f"shape: {shape!r} has a negative extent")
-    try:
-        kind = np.dtype(dtype)
-    except TypeError as error:
-        raise BufferSpecError(f"dtype: {error}") from None
+def checked(shape: Shape, dtype: npt.DTypeLike, order: str = "C") -> tuple[tuple[int, ...], np.dtype[Any], int]:
+    """The shape as a tuple, the dtype and the length in bytes, if an array in page-locked memory can have them.
+
+    Raises:
+        BufferSpecError: it can't.
+    """
+    extents = (shape,) if type(shape) is int else _extents(shape)
+    if isinstance(dtype, np.dtype):
+        kind = dtype
+    else:
+        try:
+            kind = np.dtype(dtype)
+        except (TypeError, ValueError, SyntaxError) as error:
+            raise BufferSpecError(f"dtype: {dtype!r} is none ({error})") from None
+    nbytes = kind.itemsize
     if kind.hasobject:
         raise BufferSpecError(f"dtype: {kind} holds Python objects, which a GPU can't read; give numbers or bytes")
+    if not nbytes:
+        raise BufferSpecError(f"dtype: {kind} has elements of no bytes; say how long they are, as in 'S8'")
+    whole = nbytes
+    for extent in extents:
+        nbytes *= extent  # Python integers: no overflow
+        whole *= extent or 1
+        if extent < 0:
+            raise BufferSpecError(f"shape: {shape!r} has a negative extent")
+    if len(extents) > _MOST_AXES or whole > sys.maxsize:
+        raise BufferSpecError(f"shape: {shape!r} of {kind} is more than NumPy's arrays hold")
     if order not in ("C", "F"):
         raise BufferSpecError(f'order: {order!r} is neither "C" nor "F"')
-    return extents, kind
+    return extents, kind, nbytes
 
 
-def _extents(shape: Shape) -> tuple[int, ...]:
-    return tuple(operator.index(n) for n in shape) if isinstance(shape, Iterable) else (operator.index(shape),)
+def _extents(shape: Any) -> tuple[int, ...]:
+    try:
+        return (operator.index(shape),)
+    except TypeError:
+        pass
+    try:
+        if not isinstance(shape, (str, bytes, bytearray, AbstractSet, Mapping)):
+            return tuple(operator.index(n) for n in shape)
+    except TypeError:
+        pass
+    raise BufferSpecError(f"shape: {shape!r} is no int, nor a sequence of ints")
 
 
-def _memory(
-    shape: tuple[int, ...], dtype: np.dtype[Any], write_combined: bool, mapped: bool, numa: int | None
-) -> _Array:
-    """At least as many bytes as the array has."""
-    nbytes = dtype.itemsize
-    for extent in shape:
-        nbytes *= extent  # Python integers: no overflow
-    if numa is not None and write_combined:
+def _node(numa: Any, write_combined: bool) -> int:
+    if write_combined:
         raise BufferSpecError("numa: write-combined memory can't be placed; give one of numa and write_combined")
-    device = devices.current()
-    if device is None:
-        block = np.empty(nbytes + PAGE, np.uint8)
-        return block[-block.ctypes.data % PAGE :][: max(nbytes, 1)]
-    if mapped and not device.properties().can_map_host_memory:
-        raise DeviceError("mapped: kernels of this GPU can't reach host memory; leave mapped out and copy")
-    return np.asarray(pool_of(device).hold(nbytes, write_combined=write_combined, mapped=mapped, node=numa))
+    try:
+        return operator.index(numa)
+    except TypeError:
+        raise BufferSpecError(f"numa: {numa!r} is no number of a node") from None
+
+
+def _host_array(name: str, values: Any, dtype: npt.DTypeLike | None = None) -> _Array:
+    try:
+        return np.asarray(values, dtype)
+    except (TypeError, ValueError, SyntaxError) as error:
+        raise BufferSpecError(f"{name}: this {type(values).__name__} makes no array ({error})") from None
 
 
 def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
@@ -180,7 +212,10 @@ def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
         import ml_dtypes
 
         return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)
+    try:
+        return np.dtype(name)
+    except TypeError:
+        raise BufferSpecError(f"prototype: dtype {dtype} is none of NumPy's; say which dtype is wanted") from None
 
 
 def _fortran(array: Any) -> bool:

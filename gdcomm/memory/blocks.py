@@ -1,4 +1,4 @@
-"""Blocks of page-locked memory, and how they are allocated."""
+"""Blocks of page-locked memory: their sizes, and how they are allocated."""
 
 from __future__ import annotations
 
@@ -12,29 +12,41 @@ from gdcomm.devices.memory import address_of
 from gdcomm.errors import BufferSpecError, DeviceError
 from gdcomm.memory.pages import Pages
 
-__all__ = ["Block", "allocate"]
+__all__ = ["Block", "allocate", "size_class"]
 
+_SMALLEST = 4096
+_STEPS = 8  # size classes in an octave: a block is at most 12.5 % larger than asked
 _OWN_PAGES = 4 << 20  # bytes: from here on, pages touched by several threads and registered beat cudaHostAlloc
 _Array = np.ndarray[Any, Any]
+
+
+def size_class(nbytes: int) -> int:
+    """The size of the block that serves `nbytes`: at least 4 KiB, else at most 12.5 % larger."""
+    if nbytes <= _SMALLEST:
+        return _SMALLEST
+    step = (1 << ((nbytes - 1).bit_length() - 1)) // _STEPS
+    return -(-nbytes // step) * step
 
 
 class Block:
     """A piece of page-locked memory of the pool.
 
     Attributes:
+        key: blocks of equal keys are alike: bytes, or (bytes, write-combined, NUMA node asked for).
+            None: it is not used again.
         era: of the pool; a forked child begins a new one, and blocks of the old one are not its own.
         uses: events of copies that touch it, noted while an array lies over it.
         mapped: whether that array was asked for as mapped memory.
+        counted: whether it is lent to a lease or an array of the user.
     """
 
-    __slots__ = ("address", "array", "era", "interface", "key", "mapped", "nbytes", "uses")
+    __slots__ = ("address", "array", "counted", "era", "key", "mapped", "nbytes", "uses")
 
     def __init__(self, array: _Array, key: Hashable, era: object) -> None:
         self.array, self.key, self.era = array, key, era
         self.address, self.nbytes = address_of(array), array.nbytes
-        self.interface = {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
         self.uses: list[Event] = []
-        self.mapped = False
+        self.mapped = self.counted = False
 
     @property
     def write_combined(self) -> bool:
@@ -54,9 +66,11 @@ def allocate(device: Device, nbytes: int, write_combined: bool, node: int | None
 
     Raises:
         BufferSpecError: there is no such node.
-        DeviceError: the system has no such memory.
+        DeviceError: the system has no such memory, or the device can't take it from a node.
     """
     properties = device.properties()
+    if node is not None and not properties.host_register_supported:
+        raise DeviceError("numa: this GPU can't register memory that exists, so no node can be chosen; leave numa out")
     own_pages = properties.host_register_supported and (nbytes >= _OWN_PAGES or node is not None)
     if own_pages and not write_combined:
         try:

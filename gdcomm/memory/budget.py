@@ -27,7 +27,7 @@ VARIABLE = "GDCOMM_PINNED_LIMIT"
 _SHARE = 0.5
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE", "PALS_LOCAL_SIZE")
-_LARGE = 64 << 20  # allocations from here on are worth a look at what the system has left
+_LARGE = 64 << 20  # bytes allocated since the last look at what the system has left
 
 
 class Budget:
@@ -42,7 +42,7 @@ class Budget:
         self.limit = limit_bytes
         self._root = root
         self._lock = threading.Lock()
-        self._used = 0
+        self._used = self._unchecked = 0
         self._freed: deque[int] = deque()
         in_child(self._forget)
 
@@ -69,7 +69,11 @@ class Budget:
                     f"use; free some, or raise the limit ({VARIABLE}=8G, or 50%)"
                 )
             self._used = used + nbytes
-        if new and nbytes >= _LARGE:
+            if not new:
+                return
+            self._unchecked += nbytes
+            check = self._unchecked >= _LARGE
+        if check:
             left = available(self._root)
             if left is not None and nbytes > left:
                 self.refund(nbytes)
@@ -77,13 +81,14 @@ class Budget:
                     f"{_text(nbytes)} of page-locked memory are asked for, and the system (or the cgroup of this "
                     f"process) has only {_text(left)} left; free some, or give the job more memory"
                 )
+            self._unchecked = 0
 
     def refund(self, nbytes: int) -> None:
         """Count `nbytes` as free again."""
         self._freed.append(nbytes)
 
     def releaser(self) -> Callable[[int], None]:
-        """`release` for finalizers: it takes no lock, and does nothing in a forked child."""
+        """`refund` for finalizers: it takes no lock, and does nothing in a forked child."""
         return self._freed.append
 
     def _settle(self) -> int:
@@ -94,14 +99,21 @@ class Budget:
     def _forget(self) -> None:
         """In a forked child, which holds nothing."""
         self._lock = threading.Lock()
-        self._used = 0
+        self._used = self._unchecked = 0
         self._freed = deque()
 
 
 @functools.cache
 def of_process() -> Budget:
-    """The budget that all pools and registrations of this process share."""
-    return Budget(limit())
+    """The budget that all pools and registrations of this process share.
+
+    Raises:
+        BufferSpecError: GDCOMM_PINNED_LIMIT is no amount.
+    """
+    return _made.setdefault("process", Budget(limit()))  # the cache alone lets two threads make two
+
+
+_made: dict[str, Budget] = {}
 
 
 def limit(environment: Mapping[str, str] = os.environ, root: str | Path = "/") -> int:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from gdcomm import devices
 from gdcomm.errors import BufferSpecError, DeviceError
 from gdcomm.memory.arrays import Shape, checked, pinned_empty
+from gdcomm.memory.pinned import pool_of
 
 __all__ = ["Mapped", "mapped_empty"]
 
@@ -59,11 +60,13 @@ def mapped_empty(
 
     Args:
         shape: an int or ints.
-        dtype: one that the device's library has.
+        dtype: one that the device's library has, in the native byte order.
         write_combined: see `pinned_empty`.
         numa: see `pinned_empty`.
 
     Raises:
+        PinnedMemoryError: over the budget, see `GDCOMM_PINNED_LIMIT`. (It is a MemoryError.)
+        BufferSpecError: an argument can't be used.
         DeviceError: there is no GPU, or it can't reach host memory.
     """
     device = devices.current()
@@ -72,11 +75,14 @@ def mapped_empty(
             "mapped_empty: no GPU is reached here; install CuPy (pip install cupy-cuda13x, or cupy-cuda12x, as your "
             "driver is), or use NumPy arrays"
         )
-    coherent = device.properties().coherent and numa is None and not write_combined
-    if coherent:
-        host = np.empty(*checked(shape, dtype))
+    extents, kind, nbytes = checked(shape, dtype)
+    if not kind.isnative:
+        raise BufferSpecError(f"dtype: {kind} has the other byte order, which GPUs don't know; give the native one")
+    if device.properties().coherent and numa is None and not write_combined:
+        memory: Any = pool_of(device).hold_ordinary(nbytes)
+        host: np.ndarray[Any, Any] = np.ndarray(extents, kind, memory)
     else:
-        host = pinned_empty(shape, dtype, write_combined=write_combined, mapped=True, numa=numa)
+        host = pinned_empty(extents, kind, write_combined=write_combined, mapped=True, numa=numa)
     try:
         return Mapped(host, device.device_view(host))
     except (TypeError, ValueError) as error:

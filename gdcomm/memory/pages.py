@@ -9,18 +9,18 @@ from __future__ import annotations
 import functools
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gdcomm.devices.memory import address_of
-from gdcomm.errors import BufferSpecError
+from gdcomm.errors import BufferSpecError, DeviceError, PinnedMemoryError
 
-__all__ = ["HUGE", "PAGE", "Pages", "fill", "in_child", "node_cpus"]
+__all__ = ["HUGE", "PAGE", "Pages", "fill", "in_child", "node_cpus", "ordinary"]
 
 PAGE = mmap.PAGESIZE
 HUGE = 2 << 20
@@ -43,6 +43,7 @@ class Pages(mmap.mmap):
 
     Raises:
         BufferSpecError: there is no such node, or this process may not use its CPUs.
+        DeviceError: the system has no such memory.
     """
 
     address: int
@@ -52,7 +53,10 @@ class Pages(mmap.mmap):
 
     def __new__(cls, nbytes: int, node: int | None = None, *, threads: int | None = None, huge: bool = True) -> Pages:  # noqa: PYI034 - typing.Self needs Python 3.11
         cpus = None if node is None else node_cpus(node)
-        self = super().__new__(cls, -1, nbytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            self = super().__new__(cls, -1, nbytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise DeviceError(f"{nbytes} bytes of memory can't be had ({error}); free some, see `ulimit -v`") from error
         for advice in ("MADV_DONTFORK", *(("MADV_HUGEPAGE",) if huge else ())):
             if hasattr(mmap, advice):
                 try:
@@ -83,6 +87,19 @@ _mappings: weakref.WeakSet[Pages] = weakref.WeakSet()
 _lost: list[Pages] = []
 
 
+def ordinary(nbytes: int) -> _Array:
+    """Page-aligned memory of at least a byte as uint8, not page-locked.
+
+    Raises:
+        PinnedMemoryError: the system has no such memory.
+    """
+    try:
+        block = np.empty(nbytes + PAGE, np.uint8)
+    except MemoryError as error:
+        raise PinnedMemoryError(f"{nbytes} bytes of memory can't be had: {error}") from error
+    return block[-block.ctypes.data % PAGE :][: max(nbytes, 1)]
+
+
 def fill(block: _Array, value: int) -> None:
     """Set all bytes of a uint8 array, by several threads if it is large."""
     _in_parts(block, lambda part: part.fill(value), None, None)
@@ -100,19 +117,29 @@ def _in_parts(block: _Array, work: Callable[[_Array], None], threads: int | None
         return
     step = max(-(-block.nbytes // threads // HUGE) * HUGE, HUGE)
 
-    def on_node(part: _Array) -> None:
-        if cpus is not None:
-            os.sched_setaffinity(0, cpus)  # of this thread, which ends here
-        work(part)
+    errors: list[BaseException] = []
 
-    with ThreadPoolExecutor(threads) as pool:
+    def on_node(part: _Array) -> None:
         try:
-            list(pool.map(on_node, (block[i : i + step] for i in range(0, block.nbytes, step))))
-        except OSError as error:
-            raise BufferSpecError(
-                f"numa: this process may not use the CPUs {sorted(cpus or ())}, and only they place memory on "
-                f"that node ({error}); start it with a wider CPU set, or leave numa out"
-            ) from error
+            if cpus is not None:
+                os.sched_setaffinity(0, cpus)  # of this thread, which ends here
+            work(part)
+        except BaseException as error:
+            errors.append(error)
+
+    # Plain threads: executors, and their import, fail once the main thread has ended.
+    crew = [threading.Thread(target=on_node, args=(block[i : i + step],)) for i in range(0, block.nbytes, step)]
+    for thread in crew:
+        thread.start()
+    for thread in crew:
+        thread.join()
+    for error in errors:
+        if not isinstance(error, OSError):
+            raise error
+        raise BufferSpecError(
+            f"numa: this process may not use the CPUs {sorted(cpus or ())}, and only they place memory on "
+            f"that node ({error}); start it with a wider CPU set, or leave numa out"
+        ) from error
 
 
 def _allowed() -> set[int]:

@@ -20,7 +20,7 @@ from gdcomm.memory import pinned
 from gdcomm.memory.budget import Budget, of_process
 from gdcomm.memory.pages import PAGE, in_child
 
-__all__ = ["Registry", "pieces", "register", "registered", "registry_of", "unregister"]
+__all__ = ["Registry", "active", "pieces", "register", "registered", "registry_of", "unregister"]
 
 
 def register(array: Any) -> None:
@@ -74,12 +74,19 @@ def registered(array: Any) -> Iterator[Any]:
             registry.remove(host, gone_is_right=True)
 
 
+def active() -> bool:
+    """Whether any memory is registered."""
+    return any([registry._starts for registry in _registries.values()])
+
+
 def pieces(address: int, nbytes: int) -> list[tuple[int, int]]:
     """Cut host memory where registrations meet or end: no copy may cross such a seam.
 
     Returns:
         Address and length of each piece, in order. One piece, in less than a microsecond, where nothing is registered.
     """
+    if not active():
+        return [(address, nbytes)]
     seams = {seam for registry in _registries.values() for seam in registry.seams(address, address + nbytes)}
     if not seams:
         return [(address, nbytes)]
@@ -97,7 +104,7 @@ class _Segment:
 
     def __init__(self, start: int, end: int, readonly: bool) -> None:
         self.start, self.end, self.readonly = start, end, readonly
-        self.count = 0
+        self.count = 1
         self.uses: list[Event] = []
 
 
@@ -133,7 +140,7 @@ class Registry:
     def _start(self) -> None:
         self._lock = threading.RLock()
         self._segments: dict[int, _Segment] = {}  # by start
-        self._starts: list[int] = []
+        self._starts: list[int] = []  # sorted; replaced, never changed, and segments of it may be gone
         self._registrations: dict[tuple[int, int], list[_Registration]] = {}  # by address and length
 
     def _forget(self) -> None:
@@ -150,8 +157,6 @@ class Registry:
         with self._lock:
             needless = not nbytes or self._device.properties().coherent
             segments = [] if needless else self._lock_pages(address, address + nbytes, host)
-            for segment in segments:
-                segment.count += 1
             registration = _Registration(segments, keep)
             self._registrations.setdefault((address, nbytes), []).append(registration)
             self._inherited.discard((address, nbytes))
@@ -179,10 +184,10 @@ class Registry:
                 )
             registration = found.pop()
             if not found:
-                del self._registrations[key]
+                self._registrations.pop(key, None)
         if registration.finalizer is not None:
             registration.finalizer.detach()
-        self._release(registration)
+        self._release(registration.segments)
 
     def note_use(self, address: int, nbytes: int, event: Event) -> None:
         """Note queued work that touches registered memory."""
@@ -213,23 +218,28 @@ class Registry:
 
     # -- pages -------------------------------------------------------------------------------
 
+    # The collector may run anywhere in here, find an owner dead and unregister its memory, in this thread and with the
+    # lock held. A segment that is counted stays.
+
     def _lock_pages(self, low: int, high: int, host: np.ndarray[Any, Any]) -> list[_Segment]:
-        """The segments that cover the bytes, new ones where no page-locked memory is."""
+        """The segments that cover the bytes, counted; new ones where no page-locked memory is."""
         start, end = low // PAGE * PAGE, -(-high // PAGE) * PAGE
-        covering = self._within(start, end)
-        if host.flags.writeable and any(segment.readonly for segment in covering):
-            raise DeviceError(
-                "array: a part of this memory is registered read-only (through a read-only array); unregister "
-                "that first, or register the writable array before it"
-            )
+        found = self._within(start, end)
+        for segment in found:
+            segment.count += 1
+        covering = [segment for segment in found if self._segments.get(segment.start) is segment]
         made: list[_Segment] = []
         try:
+            if host.flags.writeable and any(segment.readonly for segment in covering):
+                raise DeviceError(
+                    "array: a part of this memory is registered read-only (through a read-only array); unregister "
+                    "that first, or register the writable array before it"
+                )
             for gap_start, gap_end in _gaps(start, end, covering):
                 if not self._pinned_by_others(max(gap_start, low), min(gap_end, high)):
                     made.append(self._lock_gap(gap_start, gap_end, not host.flags.writeable))
         except BaseException:
-            for segment in made:
-                self._unlock(segment)
+            self._release(covering + made)
             raise
         return covering + made
 
@@ -258,31 +268,32 @@ class Registry:
             self._budget.refund(nbytes)
             raise
         segment = self._segments[start] = _Segment(start, end, readonly)
-        bisect.insort(self._starts, start)
+        self._starts = sorted(self._segments)
         return segment
 
     def _unlock(self, segment: _Segment) -> None:
         del self._segments[segment.start]
-        del self._starts[bisect.bisect_left(self._starts, segment.start)]
+        self._starts = sorted(self._segments)
         self._budget.refund(segment.end - segment.start)
         self._device.host_unregister(segment.start)
 
-    def _release(self, registration: _Registration) -> None:
-        """Let go of segments. The lock is not held while copies are waited for."""
-        while True:
-            with self._lock:
-                last = [segment for segment in registration.segments if segment.count == 1]
-                events = [event for segment in last for event in segment.uses]
-                if not events:
-                    for segment in registration.segments:
-                        segment.count -= 1
-                    for segment in last:
-                        self._unlock(segment)
-                    return
-                for segment in last:
-                    segment.uses.clear()
-            for event in events:
-                event.synchronize()
+    def _release(self, segments: list[_Segment]) -> None:
+        """Let go of segments, after the copies that use them."""
+        for segment in segments:
+            while events := self._let_go(segment):
+                for event in events:
+                    event.synchronize()
+
+    def _let_go(self, segment: _Segment) -> list[Event]:
+        """Count one user less, and unlock the pages after the last; or tell what that must wait for."""
+        with self._lock:
+            if segment.count == 1 and segment.uses:
+                events, segment.uses = segment.uses, []
+                return events
+            segment.count -= 1
+            if not segment.count:
+                self._unlock(segment)
+            return []
 
     def _owner_died(self, key: tuple[int, int], registration: _Registration) -> None:
         with self._lock:
@@ -291,14 +302,14 @@ class Registry:
                 return
             found.remove(registration)
             if not found:
-                del self._registrations[key]
-        self._release(registration)
+                self._registrations.pop(key, None)
+        self._release(registration.segments)
 
     def _within(self, start: int, end: int) -> list[_Segment]:
-        index = max(bisect.bisect_right(self._starts, start) - 1, 0)
-        last = bisect.bisect_left(self._starts, end)
-        found = [self._segments[first] for first in self._starts[index:last]]
-        return [segment for segment in found if segment.end > start]
+        starts = self._starts
+        index = max(bisect.bisect_right(starts, start) - 1, 0)
+        found = map(self._segments.get, starts[index : bisect.bisect_left(starts, end)])
+        return [segment for segment in found if segment is not None and segment.end > start]
 
 
 _registries: dict[int, Registry] = {}

@@ -15,6 +15,7 @@ from gdcomm.devices.base import Buffer, Device, Event
 from gdcomm.errors import BufferSpecError, DeviceError
 from gdcomm.memory.arrays import pinned_empty
 from gdcomm.memory.pinned import Slots, note_use, pool_of
+from gdcomm.memory.registered import active
 from gdcomm.memory.registered import pieces as segments
 from gdcomm.transfer.sides import (
     Array,
@@ -32,10 +33,11 @@ from gdcomm.transfer.sides import (
 )
 from gdcomm.transfer.staging import download, host_copy, upload
 
-__all__ = ["Copying", "copy", "move", "to_device", "to_host"]
+__all__ = ["Copying", "by_driver", "copy", "move", "to_device", "to_host"]
 
 _BYTES = np.dtype(np.uint8)
 _SMALL = Slots.SIZE  # bytes that go through one slot of the calling thread
+_BY_DRIVER = 8 << 20  # bytes up to which the driver copies pageable memory faster than several threads do
 _SHORTEST_ROW = 128  # bytes from which on the copy engine moves rows faster than they are packed
 _MOST_PLANES = 64  # copies of rows that one copy may be made of
 _LONGEST_PITCH = 2**31 - 1  # bytes, CUDA's
@@ -209,11 +211,15 @@ def _short(dst: Any, src: Any, stream: Any, block: bool | None) -> bool:
     host: Array = dst if down else src
     if type(host) is not np.ndarray or not 0 < host.nbytes <= _SMALL:
         return False
-    flags = host.flags
-    if not flags.c_contiguous or (down and not flags.writeable):
+    flags, other = host.flags, src if down else dst
+    if not (flags.carray if down else flags.c_contiguous):
         return False
+    if stream is None and (block or down) and flags.carray:
+        device = devices.current()
+        if device is not None and not _crosses(host) and device.copy_short(host, other, down):
+            return True
     try:
-        buffer = devices.find(src if down else dst, stream)
+        buffer = devices.find(other, stream)
     except DeviceError:
         return False
     if buffer is None or buffer.strides is not None or (buffer.readonly and not down):
@@ -227,9 +233,9 @@ def _small(buffer: Buffer, host: Array, up: bool, block: bool | None) -> bool:
     """A short contiguous copy with few calls, and without a look at the host's memory; tell if it was done."""
     device, nbytes, stream = buffer.device, buffer.nbytes, buffer.stream
     if block or not up:
-        address = address_of(host)
-        if len(segments(address, nbytes)) > 1:  # no copy may reach from one registration into the next
+        if _crosses(host):
             return False
+        address = address_of(host)
         ends = (buffer.ptr, address) if up else (address, buffer.ptr)
         device.copy(*ends, nbytes, stream)  # of pageable memory, the driver has a short way too
         device.synchronize(stream)
@@ -251,8 +257,9 @@ def _between(to: Side, source: Side, buffer: Buffer, host: Array, block: bool | 
     if plain and host.nbytes <= _SMALL and block is not False and _small(buffer, host, up, block):
         return None
     locked = is_locked(device, host)
-    if (locked or device.properties().coherent) and _direct(to, source, host, buffer):
-        if not locked:
+    coherent = device.properties().coherent
+    if (locked or coherent or by_driver(host, locked)) and _direct(to, source, host, buffer):
+        if not locked and (coherent or not up):
             device.synchronize(buffer.stream)
         return _end(device, buffer.stream, block, host if locked else None, (to, source))
     if up:
@@ -260,6 +267,24 @@ def _between(to: Side, source: Side, buffer: Buffer, host: Array, block: bool | 
     else:
         download(host, buffer)
     return _end(device, buffer.stream, block, keep=(buffer,))
+
+
+def by_driver(host: Array, locked: bool | None) -> bool:
+    """Whether host memory of this kind (see `is_locked`) is so short that the driver's own way through it is fastest.
+
+    The driver takes a source during the call, and a destination holds its data after it.
+    """
+    if locked is not False or host.nbytes > _BY_DRIVER:
+        return False
+    return not _crosses(host)
+
+
+def _crosses(host: Array) -> bool:
+    """Whether memory reaches from one registration into another, or beyond it: no copy may do that."""
+    if not active():
+        return False
+    first, end = span_of(host)
+    return len(segments(first, end - first)) > 1
 
 
 def _direct(to: Side, source: Side, host: Array, buffer: Buffer) -> bool:

@@ -5,8 +5,13 @@ The constants are fitted to one H200 on PCIe 5 x16 (`bench/results/`); what matt
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import NamedTuple
+
+import numpy as np
+
+from gdcomm.errors import BufferSpecError
 
 __all__ = ["Crossover", "crossover"]
 
@@ -55,7 +60,13 @@ def crossover(row_nbytes: int, rows: int, table_nbytes: int, *, page_locked: boo
 
     Returns:
         The faster method, both predicted times in microseconds, and the number of rows where they meet.
+
+    Raises:
+        BufferSpecError: a number is negative, or none.
     """
+    for name, number in (("row_nbytes", row_nbytes), ("rows", rows), ("table_nbytes", table_nbytes)):
+        if not isinstance(number, (int, float, np.integer)) or not 0 <= number < math.inf:
+            raise BufferSpecError(f"crossover: {name} is {number!r}; give a number from 0 on")
     if page_locked:
         fixed = GATHER_US
         each = max(row_nbytes / GATHER_BYTES_PER_US, GATHER_ROW_US)

@@ -11,10 +11,11 @@ from gdcomm.devices.base import Buffer, Device
 from gdcomm.devices.kernels import Rows
 from gdcomm.errors import BufferSpecError
 from gdcomm.memory.pinned import note_use
+from gdcomm.memory.registered import pieces
 from gdcomm.transfer.crossover import Crossover, crossover
-from gdcomm.transfer.leaves import fetch, fill_from, host_view, library_of, need_device
+from gdcomm.transfer.leaves import fetch, fill_from, host_view, need_device
 from gdcomm.transfer.rows import gather_by_cpu
-from gdcomm.transfer.sides import span_of
+from gdcomm.transfer.sides import library_of, share_memory, span_of
 
 __all__ = ["Crossover", "crossover", "put", "take"]
 
@@ -80,6 +81,8 @@ def take(
         raise BufferSpecError(f"take: method {method!r} is none of {', '.join(_METHODS)}")
     handle = _order(device, stream, out, indices, table)
     source = _table("take", device, table, handle)
+    if not source.dtype.isnative:
+        raise BufferSpecError(f"take: table has dtype {source.dtype}, of the other byte order, which GPUs don't know")
     chosen = _Indices("take", indices, handle, source, mode, "fill", on_host=source.rows is None)
     shape, fill = chosen.shape + source.row_shape, 0xFF if _has_nan(source.dtype) else 0
 
@@ -89,6 +92,9 @@ def take(
     if out is not None:
         buffer = _check_out(out, handle, shape, source.dtype)
         if buffer.nbytes:
+            if source.rows is not None and _overlap(source.rows, buffer):
+                raise BufferSpecError("take: out shares memory with table; give another array")
+            chosen.keep_from(device, buffer)
             write(buffer)
         return out
     with device.on(handle):
@@ -144,8 +150,10 @@ def put(
             new = _upload_values(device, handle, values, chosen, target)
         if not (new.nbytes and chosen.count):
             return
-        if not new.contiguous:
+        if not new.contiguous or _overlap(target.rows, new):
             new = device.snapshot(new)
+        if target.buffer is not None:
+            chosen.keep_from(device, target.buffer)
         device.scatter(target.rows, chosen.on_device(device, handle), new, chosen.mode, unique_indices)
     _note_use(device, target, handle)
     if block and target.host is not None:
@@ -166,7 +174,7 @@ def _order(device: Device, stream: Any, *arrays: Any) -> Any:
 
 def _table(operation: str, device: Device | None, table: Any, handle: Any) -> _Table:
     buffer = devices.find(table, handle)
-    host = host_view(table) if buffer is None else None
+    host = _plain_view(operation, "table", table) if buffer is None else None
     found: Any = host if buffer is None else buffer
     if found is None:
         raise BufferSpecError(
@@ -192,6 +200,22 @@ def _table(operation: str, device: Device | None, table: Any, handle: Any) -> _T
     return made._replace(rows=rows)
 
 
+def _plain_view(operation: str, name: str, obj: Any) -> _Array | None:
+    view = host_view(obj)
+    if isinstance(view, np.ma.MaskedArray):
+        raise BufferSpecError(f"{operation}: {name} is a masked array, which has two parts; give .data, or .filled()")
+    return view
+
+
+def _overlap(rows: Rows, buffer: Buffer) -> bool:
+    """Whether an array that is not empty may have bytes in common with a table."""
+    if not (rows.length and rows.nbytes):
+        return False
+    span = (rows.length - 1) * rows.stride
+    first, end = span_of(buffer)
+    return first < rows.address + max(span, 0) + rows.nbytes and rows.address + min(span, 0) < end
+
+
 def _rows(device: Device | None, table: _Table) -> Rows | None:
     """The table as kernels see it, or None if they can't."""
     owner: Any = table.host if table.host is not None else table.buffer
@@ -210,8 +234,18 @@ def _rows(device: Device | None, table: _Table) -> Rows | None:
     if device is None or not (length and nbytes):
         return None
     address, span = owner.ctypes.data, (length - 1) * stride
-    lowest = device.kernel_address(address + min(span, 0), abs(span) + nbytes)
+    lowest = _kernel_address(device, address + min(span, 0), abs(span) + nbytes)
     return None if lowest is None else Rows(lowest - min(span, 0), length, nbytes, stride, owner)
+
+
+def _kernel_address(device: Device, address: int, nbytes: int) -> int | None:
+    """The address by which kernels reach all of this memory: between two registrations there may be a gap."""
+    first = device.kernel_address(address, nbytes)
+    if first is not None:
+        parts = pieces(address, nbytes)
+        if len(parts) > 1 and any(device.kernel_address(at, n) != first + at - address for at, n in parts):
+            return None
+    return first
 
 
 class _Indices:
@@ -222,7 +256,8 @@ class _Indices:
     ) -> None:
         self.buffer = devices.find(indices, handle)
         modes = ("raise", lenient, "clip", "wrap")
-        mode = mode or (lenient if self.buffer is not None else "raise")
+        if mode is None:
+            mode = lenient if self.buffer is not None else "raise"
         if mode not in modes:
             raise BufferSpecError(f"{operation}: mode {mode!r} is none of {', '.join(modes)}")
         self.host: _Array | None = None
@@ -254,6 +289,11 @@ class _Indices:
                 )
             self.host = np.asarray(np.where(bad, count, np.where(index < 0, index + count, index)), np.int64)
 
+    def keep_from(self, device: Device, written: Buffer) -> None:
+        """Copy indices that lie in memory which the call writes to."""
+        if self.host is None and self.buffer is not None and self.buffer.nbytes and share_memory(self.buffer, written):
+            self.buffer = device.snapshot(self.buffer)
+
     def on_device(self, device: Device, handle: Any) -> Buffer:
         """Contiguous device indices for a kernel, ordered on the stream."""
         if self.host is None:
@@ -264,8 +304,12 @@ class _Indices:
 
 
 def _integers(operation: str, indices: Any) -> _Array:
-    index = host_view(indices)
-    index = np.asarray(indices) if index is None else index
+    index = _plain_view(operation, "indices", indices)
+    if index is None:
+        try:
+            index = np.asarray(indices)
+        except ValueError as error:
+            raise BufferSpecError(f"{operation}: indices make no array ({error})") from None
     if not index.size:
         return np.empty(index.shape, np.int64)
     if index.dtype.kind not in "iu":
@@ -358,7 +402,7 @@ def _upload_values(device: Device, handle: Any, values: Any, chosen: _Indices, t
 
 def _host_values(values: Any, chosen: _Indices, table: _Table) -> _Array:
     shape = chosen.shape + table.row_shape
-    viewed = host_view(values)
+    viewed = _plain_view("put", "values", values)
     try:
         return np.broadcast_to(np.asarray(values if viewed is None else viewed, table.dtype), shape)
     except (ValueError, TypeError) as error:

@@ -11,14 +11,12 @@ import numpy as np
 
 from gdcomm import devices
 from gdcomm.devices.base import Buffer, Device
-from gdcomm.errors import DeviceError
-from gdcomm.memory.pinned import Slots, note_use
-from gdcomm.memory.registered import pieces as segments
+from gdcomm.errors import BufferSpecError, DeviceError
+from gdcomm.memory.pinned import Slots
 from gdcomm.transfer.copy import move
-from gdcomm.transfer.sides import is_locked, span_of
-from gdcomm.transfer.staging import upload
+from gdcomm.transfer.sides import describe, library_of
 
-__all__ = ["fetch", "fill_from", "host_view", "library_of", "map_leaves", "moves", "need_device"]
+__all__ = ["fetch", "fill_from", "host_view", "map_leaves", "moves", "need_device"]
 
 
 def need_device(operation: str) -> Device:
@@ -36,33 +34,23 @@ def need_device(operation: str) -> Device:
     return device
 
 
-def library_of(obj: Any) -> str:
-    """ "torch" for tensors, else "cupy"."""
-    return "torch" if type(obj).__module__.partition(".")[0] == "torch" else "cupy"
-
-
 def host_view(obj: Any) -> np.ndarray[Any, Any] | None:
     """A NumPy array over the memory of a host array, or None if `obj` is none.
 
-    NumPy arrays, PyTorch CPU tensors, and objects of `mapped_empty` (which have `.host`).
+    NumPy arrays (masked ones as they are), PyTorch CPU tensors, and objects of `mapped_empty` (which have `.host`).
+
+    Raises:
+        BufferSpecError: a tensor of a dtype that NumPy can't name.
     """
     if isinstance(obj, np.ndarray):
-        return obj
+        return obj if isinstance(obj, np.ma.MaskedArray) else np.asarray(obj)
     if library_of(obj) == "torch" and getattr(obj, "device", None) is not None:
-        dense = obj.device.type == "cpu" and str(obj.layout) == "torch.strided"
-        return _torch_view(obj) if dense else None
+        if obj.device.type != "cpu" or str(obj.layout) != "torch.strided":
+            return None
+        view = describe(obj.detach().resolve_conj().resolve_neg(), "tensor")
+        return view if isinstance(view, np.ndarray) else None
     host = getattr(obj, "host", None)
     return host if isinstance(host, np.ndarray) else None
-
-
-def _torch_view(tensor: Any) -> np.ndarray[Any, Any]:
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if str(tensor.dtype) != "torch.bfloat16":
-        return tensor.numpy()  # type: ignore[no-any-return]
-    import ml_dtypes
-    import torch
-
-    return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)  # type: ignore[no-any-return]
 
 
 def fill_from(source: np.ndarray[Any, Any], buffer: Buffer) -> None:
@@ -70,18 +58,8 @@ def fill_from(source: np.ndarray[Any, Any], buffer: Buffer) -> None:
 
     Page-locked memory of more than 64 KiB is read when the stream gets there, other memory before this returns.
     """
-    if not source.nbytes:
-        return
-    device, stream = buffer.device, buffer.stream
-    if source.nbytes <= Slots.SIZE and source.flags.c_contiguous:
-        move(buffer, source, None, None)
-    elif source.flags.c_contiguous and is_locked(device, source):
-        first, end = span_of(source)
-        for address, nbytes in segments(first, end - first):
-            device.copy(buffer.ptr + address - first, address, nbytes, stream)
-        note_use(first, end - first, device.record(stream))
-    else:
-        upload(buffer, source)
+    if source.nbytes:
+        move(buffer, source, None, None if source.nbytes <= Slots.SIZE else False)
 
 
 def fetch(buffer: Buffer) -> np.ndarray[Any, Any]:
@@ -93,24 +71,42 @@ def fetch(buffer: Buffer) -> np.ndarray[Any, Any]:
 
 
 def map_leaves(item: Any, change: Callable[[Any], Any]) -> Any:
-    """`item` with each leaf changed: tuples, lists, dicts, named tuples and dataclasses are gone through and kept."""
-    made: Any
+    """`item` with each leaf changed: tuples, lists, dicts, named tuples and dataclasses are gone through and kept.
+
+    Raises:
+        BufferSpecError: a mapping that can't be copied by `copy.copy`, so that its own content would change.
+    """
     if isinstance(item, tuple):
         parts = [map_leaves(part, change) for part in item]
-        return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
-    if type(item) is list:
-        return [map_leaves(part, change) for part in item]
-    if isinstance(item, MutableMapping):
-        made = copy.copy(item)  # keeps the type: OrderedDict, a batch class of some library
-        for key in item:
-            made[key] = map_leaves(item[key], change)
-        return made
-    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        if all(new is old for new, old in zip(parts, item, strict=True)):
+            return item
+        return tuple.__new__(type(item), parts)  # subclasses have constructors of all kinds
+    if isinstance(item, list):
         made = copy.copy(item)
-        for field in dataclasses.fields(item):
-            object.__setattr__(made, field.name, map_leaves(getattr(item, field.name), change))
+        made[:] = [map_leaves(part, change) for part in item]
         return made
+    if isinstance(item, MutableMapping):
+        return _map_mapping(item, change)
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        made_data: Any = copy.copy(item)
+        for field in dataclasses.fields(item):
+            if hasattr(item, field.name):
+                object.__setattr__(made_data, field.name, map_leaves(getattr(item, field.name), change))
+        return made_data
     return change(item)
+
+
+def _map_mapping(item: MutableMapping[Any, Any], change: Callable[[Any], Any]) -> Any:
+    made = copy.copy(item)  # keeps the type: OrderedDict, a batch class of some library
+    for key in item:
+        old = item[key]
+        made[key] = map_leaves(old, change)
+        if not isinstance(item, dict) and made[key] is not old and item[key] is made[key]:
+            item[key] = old
+            raise BufferSpecError(
+                f"copy.copy of a {type(item).__name__} shares its content; give it a __copy__, or give a dict"
+            )
+    return made
 
 
 def moves(array: np.ndarray[Any, Any]) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import operator
+import os
 import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +19,9 @@ from gdcomm.devices.base import Buffer, Device, Event
 from gdcomm.devices.kernels import Loan
 from gdcomm.errors import BufferSpecError, DeviceError
 from gdcomm.memory.arrays import pinned_empty
-from gdcomm.transfer.leaves import fill_from, host_view, library_of, map_leaves, moves, need_device
+from gdcomm.transfer.copy import move
+from gdcomm.transfer.leaves import fill_from, host_view, map_leaves, moves, need_device
+from gdcomm.transfer.sides import library_of
 
 __all__ = ["Offload", "Prefetch", "offload", "prefetch"]
 
@@ -33,14 +37,16 @@ def prefetch(iterable: Iterable[Any], *, depth: int = 2, device: int | None = No
     ```
 
     A batch is an array, or tuples, lists, dicts, named tuples and dataclasses of arrays. NumPy arrays become CuPy
-    arrays, PyTorch CPU tensors become CUDA tensors (without gradients), all in C order. Everything else (numbers, text,
-    arrays of objects, arrays that are on the device already) passes through.
+    arrays, PyTorch CPU tensors become CUDA tensors (without gradients), all in C order. Arrays that are on the device
+    already are copied there. Everything else (numbers, text, arrays of objects, text or dates, masked arrays, JAX
+    arrays) passes through.
 
     A thread takes batches from the source, so the source's code runs there (its current stream is the default
     one). Copies have a stream of their own; your current stream waits for the copies of a batch when you get it, the
     host does not. Each batch is new memory, which is yours as long as you keep it; when
     you drop it, work that you have queued on your stream still sees it. The source may use the memory of a
-    batch again when it is asked for the next one. Source memory that is page-locked is copied fastest.
+    batch again when it is asked for the next one (a list, a tuple, or an array that is iterated over, must stay as it
+    is). Source memory that is page-locked is copied fastest.
 
     Args:
         iterable: batches: a generator, a list, a `torch.utils.data.DataLoader`, ...
@@ -51,12 +57,13 @@ def prefetch(iterable: Iterable[Any], *, depth: int = 2, device: int | None = No
 
     Returns:
         An iterator, with `len` if the source has it. It starts at the first `next`. `close`, leaving a `with` block, or
-        dropping it (a `break`) stops the thread; a generator as source is closed then. What the source raises is
-        raised in place of its batch.
+        dropping it (a `break`) stops the thread; a generator, `prefetch` or `offload` as source is closed then.
+        What the source raises is raised in place of its batch. Several threads may share it: each batch comes once.
 
     Raises:
-        BufferSpecError: `depth` is no positive integer, or `iterable` can't be iterated.
-        DeviceError: there is no GPU, or `device` is not the current one.
+        BufferSpecError: `depth` is no positive integer, `iterable` can't be iterated, or `stream` is none; in place
+            of a batch: an array has the other byte order, or a mapping can't be copied.
+        DeviceError: there is no GPU, or `device` is not the current one; at `next`: this is a forked child.
     """
     return Prefetch(iterable, depth, device, stream)
 
@@ -82,29 +89,22 @@ def offload(iterable: Iterable[Any], *, depth: int = 2, stream: Any = None, snap
             is new memory that nobody writes to.
 
     Returns:
-        An iterator, with `len` if the source has it, and with `close`.
+        An iterator, with `len` if the source has it. `close`, leaving a `with` block, or dropping it waits for
+        copies that are on their way; a generator, `prefetch` or `offload` as source is closed then. What the source
+        raises is raised in place of its batch.
 
     Raises:
-        BufferSpecError: `depth` is no positive integer, or `iterable` can't be iterated.
+        BufferSpecError: `depth` is no positive integer, `iterable` can't be iterated, or `stream` is none.
         DeviceError: there is no GPU.
     """
     return Offload(iterable, depth, stream, snapshot)
 
 
 class _Batch(NamedTuple):
-    """A batch with `_Slot`s in the place of its arrays, and the end of the copies to them."""
+    """A batch with loans in the place of its arrays, and the end of the copies to them."""
 
     item: Any
     event: Event
-
-
-class _Slot:
-    """A leaf on its way: memory lent for a copy, or a device array of the source and what it waits for."""
-
-    __slots__ = ("array", "event", "loan")
-
-    def __init__(self, array: Any, loan: Loan | None, event: Event | None) -> None:
-        self.array, self.loan, self.event = array, loan, event
 
 
 class _End(NamedTuple):
@@ -112,7 +112,10 @@ class _End(NamedTuple):
 
 
 class _Pipe:
-    """What worker and iterator share. It knows nothing of the iterator, whose end therefore stops the worker."""
+    """What worker and iterator share. It knows nothing of the iterator, whose end therefore stops the worker.
+
+    The `_End` is the last that comes, and stays, for all threads that wait.
+    """
 
     def __init__(self, device: Device, iterable: Iterable[Any], depth: int) -> None:
         self.device, self.iterable, self.depth = device, iterable, depth
@@ -133,9 +136,18 @@ class _Pipe:
         with self.changed:
             while not self.ready:
                 self.changed.wait()
-            found = self.ready.popleft()
+            found = self.ready[0]
+            if isinstance(found, _Batch):
+                self.ready.popleft()
             self.changed.notify_all()
             return found
+
+    def empty(self) -> None:
+        """Give the memory of batches back that nobody took; who still waits for one learns that this is the end."""
+        with self.changed:
+            self.ready.clear()
+            self.ready.append(_End(None))
+            self.changed.notify_all()
 
     # -- the worker --------------------------------------------------------------------------
 
@@ -172,8 +184,7 @@ class _Pipe:
         finally:
             self.device.record(stream).synchronize()  # before `held` goes
             self.device.return_stream(stream)
-            if isinstance(source, types.GeneratorType):
-                source.close()
+            _close(source)
 
     def _room(self) -> bool:
         with self.changed:
@@ -192,48 +203,58 @@ class _Pipe:
 
     def _leaf(self, leaf: Any, stream: Any) -> Any:
         host = host_view(leaf)
-        if host is None:
-            found = devices.find(_plain(leaf))
-            return leaf if found is None else _Slot(leaf, None, self.device.record(found.stream))
-        if not moves(host):
+        source = devices.find(_plain(leaf)) if host is None else None
+        if source is not None and library_of(leaf) != "jax":
+            side: Any = source
+        elif host is not None and moves(host):
+            side = host
+        else:
             return leaf
+        if not side.dtype.isnative:
+            raise BufferSpecError(f"prefetch: dtype {side.dtype} has the other byte order; convert it with astype")
         try:
-            loan = self.device.lend(library_of(leaf), host.shape, host.dtype, stream)
+            loan = self.device.lend(library_of(leaf), side.shape, side.dtype, stream)
         except ImportError as error:
             raise DeviceError(f"prefetch: a {type(leaf).__name__} can't go to the device: {error}") from error
-        found = self.device.find(loan.array, stream)
-        if found is not None:
-            fill_from(host, found)
-        return _Slot(loan.array, loan, None)
+        target = self.device.find(loan.array, stream)
+        if target is not None and target.nbytes:
+            if source is None:
+                fill_from(side, target)
+            else:
+                move(target, source, None, None)
+        return loan
 
 
 class Prefetch(Iterator[Any]):
     """What `prefetch` returns."""
 
     def __init__(self, iterable: Iterable[Any], depth: int, device: int | None, stream: Any) -> None:
-        _check("prefetch", iterable, depth)
-        here = need_device("prefetch")
+        here, depth = _checked("prefetch", iterable, depth, stream)
         if device is not None and device != here.properties().index:
             raise DeviceError(
-                f"prefetch: device {device} is not the current GPU ({here.properties().index}); select it first "
+                f"prefetch: device {device!r} is not the current GPU ({here.properties().index}); select it first "
                 f"(cupy.cuda.Device({device}).use())"
             )
         self._device, self._iterable, self._stream = here, iterable, stream
         self._pipe = _Pipe(here, iterable, depth)
+        self._lock = threading.Lock()
         self._started = self._ended = False
-        self._finalizer = weakref.finalize(self, self._pipe.stop)
-        self._finalizer.atexit = False
+        self._process = os.getpid()
+        weakref.finalize(self, self._pipe.stop).atexit = False
 
     def __len__(self) -> int:
         return len(self._iterable)  # type: ignore[arg-type]
 
     def __next__(self) -> Any:
+        if os.getpid() != self._process:
+            raise DeviceError("prefetch: a forked child has neither the thread nor the GPU; make it after the fork")
         if self._ended:
             raise StopIteration
-        if not self._started:
-            self._started = True
-            _live.add(self._pipe)
-            self._pipe.thread.start()
+        with self._lock:
+            if not self._started:
+                self._started = True
+                _live.add(self._pipe)
+                self._pipe.thread.start()
         batch = self._pipe.take()
         if isinstance(batch, _Batch):
             return self._hand_over(batch)
@@ -252,28 +273,27 @@ class Prefetch(Iterator[Any]):
         """Stop: no more batches come. Waits until the thread is done with the source's code, but not for long."""
         self._ended = True
         self._pipe.stop()
+        if os.getpid() != self._process:
+            return
         if self._started and self._pipe.thread is not threading.current_thread():
             self._pipe.thread.join(_JOIN_S)
-        self._pipe.ready.clear()
+        self._pipe.empty()
 
     def _hand_over(self, batch: _Batch) -> Any:
         """Order the batch on the consumer's stream, and its memory's end on that stream too."""
         device, waiting = self._device, set()
 
         def arrive(leaf: Any) -> Any:
-            if not isinstance(leaf, _Slot):
+            if not isinstance(leaf, Loan):
                 return leaf
-            found = device.find(_plain(leaf.array), self._stream)
-            if found is None:
-                return leaf.array
-            if leaf.loan is not None:
-                leaf.loan.use_on(found.stream, self._stream, device.current_stream())
+            array = leaf.array
+            found = device.find(array, self._stream)
+            if found is not None:
+                leaf.use_on(found.stream, self._stream, device.current_stream())
                 if found.stream not in waiting:
                     waiting.add(found.stream)
                     device.wait_event(found.stream, batch.event)
-            elif leaf.event is not None:
-                device.wait_event(found.stream, leaf.event)
-            return leaf.array
+            return array
 
         return map_leaves(batch.item, arrive)
 
@@ -282,9 +302,9 @@ class Offload(Iterator[Any]):
     """What `offload` returns."""
 
     def __init__(self, iterable: Iterable[Any], depth: int, stream: Any, snapshot: bool) -> None:
-        _check("offload", iterable, depth)
+        device, depth = _checked("offload", iterable, depth, stream)
         self._iterable = iterable
-        self._batches = _offloaded(need_device("offload"), iterable, depth, stream, snapshot)
+        self._batches = _offloaded(device, iterable, depth, stream, snapshot)
 
     def __len__(self) -> int:
         return len(self._iterable)  # type: ignore[arg-type]
@@ -299,7 +319,7 @@ class Offload(Iterator[Any]):
         self.close()
 
     def close(self) -> None:
-        """Stop: waits for copies that are on their way, and closes the source if it is a generator."""
+        """Stop: waits for copies that are on their way, and closes the source; see `offload`."""
         self._batches.close()
 
 
@@ -309,20 +329,35 @@ def _offloaded(
     copies = device.borrow_stream()
     pending: deque[tuple[Any, Event, list[Buffer]]] = deque()  # the arrays are kept until the copy is done
     source = iter(iterable)
+    late: Exception | None = None
     try:
-        for item in source:
-            pending.append(_send(device, item, copies, stream, snapshot))
-            del item
+        while True:
+            try:
+                item = next(source)
+                pending.append(_send(device, item, copies, stream, snapshot))
+                del item
+            except StopIteration:
+                break
+            except Exception as error:  # comes in its place: behind the batches before it
+                late = error
+                break
             if len(pending) > depth:
                 yield _arrived(pending)
         while pending:
             yield _arrived(pending)
+        if late is not None:
+            raise late
     finally:
+        late = None  # its traceback holds this frame
         for _, event, _ in pending:  # the copies write to memory that goes now
             event.synchronize()
         device.return_stream(copies)
-        if isinstance(source, types.GeneratorType):
-            source.close()
+        _close(source)
+
+
+def _close(source: Any) -> None:
+    if isinstance(source, (types.GeneratorType, Prefetch, Offload)):
+        source.close()
 
 
 def _arrived(pending: deque[tuple[Any, Event, list[Buffer]]]) -> Any:
@@ -353,7 +388,7 @@ def _send(device: Device, item: Any, copies: Any, stream: Any, snapshot: bool) -
 def _host_memory(buffer: Buffer) -> np.ndarray[Any, Any]:
     try:
         return pinned_empty(buffer.shape, buffer.dtype)
-    except MemoryError:  # over the budget for page-locked memory; the copy then waits
+    except (MemoryError, DeviceError):  # over the budget for page-locked memory, or there is no more: the copy waits
         return np.empty(buffer.shape, buffer.dtype)
 
 
@@ -364,16 +399,24 @@ def _plain(leaf: Any) -> Any:
 
 def _lasting(iterable: Iterable[Any]) -> bool:
     """Whether the batches of a source stay as they are when the next one is asked for."""
-    return isinstance(iterable, (Sequence, np.ndarray)) or any(
-        kind.__module__.startswith("torch.utils.data") for kind in type(iterable).__mro__
+    return isinstance(iterable, (list, tuple, np.ndarray)) or any(
+        kind.__module__ == "torch.utils.data.dataloader" for kind in type(iterable).__mro__
     )
 
 
-def _check(operation: str, iterable: Any, depth: int) -> None:
+def _checked(operation: str, iterable: Any, depth: Any, stream: Any) -> tuple[Device, int]:
     if not hasattr(type(iterable), "__iter__") and not hasattr(type(iterable), "__getitem__"):
         raise BufferSpecError(f"{operation}: a {type(iterable).__name__} can't be iterated over; give batches")
-    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
+    try:
+        count = 0 if isinstance(depth, bool) else operator.index(depth)
+    except TypeError:
+        count = 0
+    if count < 1:
         raise BufferSpecError(f"{operation}: depth is {depth!r}; give a positive integer")
+    device = need_device(operation)
+    if stream is not None:
+        device.handle(stream)
+    return device, count
 
 
 _live: weakref.WeakSet[_Pipe] = weakref.WeakSet()

@@ -15,6 +15,7 @@ __all__ = ["gather_by_cpu"]
 
 _Array = np.ndarray[Any, Any]
 SLOT_NBYTES = 2 << 20
+FOR_ONE = 128 << 10  # bytes that one thread gathers in the time that another one needs to wake up
 THREADS = min(8, cpu_count())  # beyond it the memory is the limit, not the cores
 
 
@@ -29,7 +30,8 @@ def gather_by_cpu(out: Buffer, table: _Array, index: _Array, fill: int) -> None:
     """
     device, stream = out.device, out.stream
     row_nbytes = out.nbytes // index.size
-    step = max(1, min(SLOT_NBYTES // row_nbytes, -(-index.size // THREADS)))
+    least = max(FOR_ONE // row_nbytes, -(-index.size // THREADS))  # a few rows are not worth a second thread
+    step = max(1, min(SLOT_NBYTES // row_nbytes, least))
     room, starts = step * row_nbytes, range(0, index.size, step)
     memory, lease = _slots(out, room, min(2 * THREADS, len(starts)))
     slots: SimpleQueue[tuple[_Array, Event | None]] = SimpleQueue()
@@ -53,7 +55,7 @@ def gather_by_cpu(out: Buffer, table: _Array, index: _Array, fill: int) -> None:
                     slots.put((slot, event))  # also after an error: other threads wait for slots
 
     try:
-        crew().run(gather, THREADS - 1)
+        crew().run(gather, min(THREADS, len(starts)) - 1)
     finally:
         if lease is not None:
             lease.release(device.record(stream))

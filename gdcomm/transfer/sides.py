@@ -150,14 +150,17 @@ def share_memory(a: Side, b: Side) -> bool:
     return first < stop and other < end
 
 
-def is_locked(device: Device, array: Array) -> bool:
-    """Whether the device reads and writes this host memory by itself, without the driver's detour.
+def is_locked(device: Device, array: Array) -> bool | None:
+    """Whether the device reads and writes this host memory by itself, without the driver's detour; None: in part.
 
     Both ends are asked, each time: an array may be registered in part, or no longer.
     """
     first, end = span_of(array)
-    if device.is_pinned(first):
-        return device.is_pinned(end - 1)
+    ends = device.is_pinned(first), device.is_pinned(end - 1)
+    if all(ends):
+        return True
+    if any(ends):
+        return None
     return device.owns(first) and device.owns(end - 1)  # managed memory
 
 

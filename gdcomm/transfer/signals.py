@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import math
+import operator
+import os
 import threading
 import time
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from gdcomm import devices
 from gdcomm.devices.base import Device, Event
 from gdcomm.errors import BufferSpecError, CommTimeoutError, DeviceError
+from gdcomm.memory.arrays import pinned_zeros
+from gdcomm.memory.pinned import note_use
 
 __all__ = ["Signal"]
 
@@ -38,28 +41,32 @@ class Signal:
     Comparison is cyclic, as CUDA's: `>=` holds from `value` on for half the range of the number, so a counter
     may overflow. Where there is no GPU the value is ordinary memory, and only host threads set it and wait for it.
 
-    A stream that waits can't be cancelled: see `stream_wait` for what a time-out does. Keep the signal until the
-    streams have passed it; its end does not wait for them.
+    A stream that waits can't be cancelled: see `stream_wait` for what a time-out does. A signal that is dropped leaves
+    its memory to the streams that it was used on until they have passed; a wait that nobody can meet any more then
+    blocks its stream for ever. A forked child has no part in its parent's signals: make them after the fork.
 
     Args:
         value: to begin with.
         bits: 32 or 64.
+
+    Raises:
+        BufferSpecError: an argument can't be used.
+        PinnedMemoryError: over the budget, see `GDCOMM_PINNED_LIMIT`.
+        DeviceError: the driver gives no page-locked memory.
     """
 
     def __init__(self, value: int = 0, *, bits: int = 64) -> None:
-        if bits not in (32, 64):
+        if isinstance(bits, float) or bits not in (32, 64):
             raise BufferSpecError(f"Signal: bits is {bits!r}; give 32 or 64")
-        self._bits = bits
+        self._bits = int(bits)
+        value = self._checked(value)
         self._device = devices.current()
-        dtype = np.dtype(f"u{bits // 8}")
-        block = np.zeros(bits // 8, np.uint8) if self._device is None else self._device.pinned(bits // 8)
-        self._array: np.ndarray[Any, Any] = block.view(dtype)
-        word = ctypes.c_uint32 if bits == 32 else ctypes.c_uint64
+        self._array = pinned_zeros(1, f"u{self._bits // 8}")
+        word: Any = ctypes.c_uint32 if bits == 32 else ctypes.c_uint64
         self._word = word.from_address(self._array.ctypes.data)
+        self._word.value = value
         self._failed: str | None = None
         self._address: int | None = None
-        self._check_value("value", value)
-        self._word.value = value
 
     def __repr__(self) -> str:
         return f"Signal({self._word.value}, bits={self._bits})"
@@ -79,11 +86,14 @@ class Signal:
     def set(self, value: int) -> None:
         """Set the value from the host, at once; what this thread wrote to page-locked memory before is seen with it.
 
+        Args:
+            value: to set.
+
         Raises:
+            BufferSpecError: it is no unsigned number of the signal's bits.
             CommTimeoutError: a stream's wait for this signal timed out; the value is set all the same.
         """
-        self._check_value("value", value)
-        self._word.value = value
+        self._word.value = self._checked(value)
         self.check()
 
     def wait(self, value: int, *, compare: str = ">=", timeout: float | None = None) -> int:
@@ -94,16 +104,16 @@ class Signal:
         Args:
             value: to compare with.
             compare: ">=" (cyclic) or "==".
-            timeout: seconds; None waits for ever.
+            timeout: seconds; None (or infinity) waits for ever, and zero or less looks once.
 
         Returns:
             The value that ended the wait.
 
         Raises:
+            BufferSpecError: an argument can't be used.
             CommTimeoutError: (also a TimeoutError) the time is over, or a stream's wait timed out before.
         """
-        self._check_value("value", value)
-        equal = _is_equal(compare)
+        value, equal, timeout = self._checked(value), _is_equal(compare), _seconds(timeout)
         begin, pause = time.monotonic(), 0.0
         while True:
             found = int(self._word.value)
@@ -113,7 +123,7 @@ class Signal:
             waited = time.monotonic() - begin
             if timeout is not None and waited >= timeout:
                 raise CommTimeoutError(
-                    f"Signal.wait: the value is {found} after {timeout} s, waiting for {compare} {value}"
+                    f"Signal.wait: the value is {found} after {max(timeout, 0):g} s, waiting for {compare} {value}"
                 )
             if self._device is not None:
                 self._device.poll()
@@ -157,22 +167,22 @@ class Signal:
             stream: CuPy's, PyTorch's or Numba's stream, or a handle; None is the current one.
             value: to compare with.
             compare: ">=" (cyclic) or "==".
-            timeout: seconds from this call on, until the *value* is reached; None waits for ever.
+            timeout: seconds from this call on, until the *value* is reached; None (or infinity) waits for ever.
 
         Raises:
+            BufferSpecError: an argument can't be used.
             DeviceError: there is no GPU, or it has no stream memory operations (of this width).
             CommTimeoutError: a wait for this signal timed out before.
         """
         self.check()
-        self._check_value("value", value)
-        device, equal = self._need_device("stream_wait"), _is_equal(compare)
+        value, equal, timeout = self._checked(value), _is_equal(compare), _seconds(timeout)
+        device = self._need_device("stream_wait")
         handle = device.handle(stream)
         device.stream_wait_value(handle, self._kernel_address(device), self._bits, value, equal)
+        passed = self._use(device, handle)
         if timeout is not None:
             held = (stream, device.current_stream())
-            _watchdog.add(
-                _Pending(self, value, equal, time.monotonic() + timeout, timeout, device.record(handle), held)
-            )
+            _watchdog.add(_Pending(self, value, equal, time.monotonic() + timeout, timeout, passed, held))
 
     def stream_set(self, stream: Any, value: int) -> None:
         """Queue: set the value once all work queued on the stream so far is done. Does not block.
@@ -184,13 +194,15 @@ class Signal:
             value: to set.
 
         Raises:
+            BufferSpecError: an argument can't be used.
             DeviceError: there is no GPU, or it has no stream memory operations (of this width).
             CommTimeoutError: a wait for this signal timed out before.
         """
         self.check()
-        self._check_value("value", value)
-        device = self._need_device("stream_set")
-        device.stream_write_value(device.handle(stream), self._kernel_address(device), self._bits, value)
+        value, device = self._checked(value), self._need_device("stream_set")
+        handle = device.handle(stream)
+        device.stream_write_value(handle, self._kernel_address(device), self._bits, value)
+        self._use(device, handle)
 
     # -- inside ------------------------------------------------------------------------------
 
@@ -203,12 +215,23 @@ class Signal:
         if self._address is None:
             self._address = device.kernel_address(self._array.ctypes.data, self._array.nbytes)
             if self._address is None:
-                raise DeviceError("Signal: its memory could not be page-locked; check free memory and `ulimit -l`")
+                raise DeviceError("Signal: kernels of this GPU can't reach page-locked memory")
         return self._address
 
-    def _check_value(self, argument: str, value: int) -> None:
-        if not 0 <= value < 1 << self._bits:
-            raise BufferSpecError(f"Signal: {argument} {value!r} is no unsigned number of {self._bits} bits")
+    def _use(self, device: Device, handle: Any) -> Event:
+        """An event behind what was queued; the memory is not used for other things before."""
+        event = device.record(handle)
+        note_use(self._array.ctypes.data, self._array.nbytes, event)
+        return event
+
+    def _checked(self, value: Any) -> int:
+        try:
+            number = operator.index(value)
+        except TypeError:
+            number = -1
+        if not 0 <= number < 1 << self._bits:
+            raise BufferSpecError(f"Signal: value {value!r} is no unsigned number of {self._bits} bits")
+        return number
 
     def _reached(self, found: int, value: int, equal: bool) -> bool:
         ahead = (found - value) % (1 << self._bits)
@@ -219,6 +242,18 @@ def _is_equal(compare: str) -> bool:
     if compare not in _COMPARE:
         raise BufferSpecError(f"Signal: compare {compare!r} is none of {', '.join(_COMPARE)}")
     return compare == "=="
+
+
+def _seconds(timeout: Any) -> float | None:
+    if timeout is None:
+        return None
+    try:
+        seconds = math.nan if isinstance(timeout, (str, bytes, bytearray)) else float(timeout)
+    except (TypeError, OverflowError):
+        seconds = math.nan
+    if math.isnan(seconds):
+        raise BufferSpecError(f"Signal: timeout {timeout!r} is no number of seconds")
+    return seconds
 
 
 class _Pending(NamedTuple):
@@ -237,6 +272,10 @@ class _Watchdog:
     """One thread that looks after all waits of streams with a time-out; it lives while there are any."""
 
     def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """Begin without any; also in a forked child, which has neither the thread nor its parent's streams."""
         self._lock = threading.Lock()
         self._pending: list[_Pending] = []
         self._thread: threading.Thread | None = None
@@ -244,7 +283,7 @@ class _Watchdog:
     def add(self, pending: _Pending) -> None:
         with self._lock:
             self._pending.append(pending)
-            if self._thread is None or not self._thread.is_alive():  # not alive: after a fork
+            if self._thread is None or not self._thread.is_alive():
                 here = pending.signal._need_device("stream_wait").here()
                 self._thread = threading.Thread(target=self._run, args=(here,), name="gdcomm-signals", daemon=True)
                 self._thread.start()
@@ -290,3 +329,5 @@ def _done(event: Event) -> bool:
 
 
 _watchdog = _Watchdog()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_watchdog.start)

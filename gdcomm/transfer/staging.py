@@ -48,6 +48,7 @@ class Plan(NamedTuple):
 
 
 plan = Plan()
+_FOR_THREADS = 8 << 20  # bytes from which on several threads copy host memory faster than one
 
 
 def upload(dst: Buffer, src: Array, how: Plan | None = None) -> None:
@@ -68,7 +69,7 @@ def download(dst: Array, src: Buffer, how: Plan | None = None) -> None:
 def host_copy(dst: Array, src: Array, how: Plan | None = None) -> None:
     """Copy between two host arrays that agree, by several threads where that pays."""
     how = how or plan
-    if dst.nbytes < 4 * how.smallest or share_memory(dst, src):
+    if dst.nbytes < _FOR_THREADS or share_memory(dst, src):
         np.copyto(dst, src)
         return
     work = iter(list(pieces(how.piece(dst.nbytes), raw(dst), raw(src))))

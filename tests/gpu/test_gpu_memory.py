@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import mmap
-import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -196,25 +197,36 @@ def test_a_page_registered_twice_by_hand_is_refused(device):
         pass
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_has_no_registrations(device):
-    array = np.zeros(1000)
-    with gdcomm.registered(array):
-        read, write = os.pipe()
-        child = os.fork()
-        if not child:
-            said = "nothing"
-            try:
-                gdcomm.unregister(array)
-            except gdcomm.DeviceError as error:
-                said = str(error)
-            finally:
-                os.write(write, said.encode())
-                os._exit(0)
-        os.waitpid(child, 0)
-        assert "parent of this process" in os.read(read, 1000).decode()
-        os.close(read)
-        os.close(write)
+FORK = """
+import os
+import numpy as np
+import gdcomm
+
+array = np.zeros(1000)
+with gdcomm.registered(array):
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        said = "nothing"
+        try:
+            gdcomm.unregister(array)
+        except gdcomm.DeviceError as error:
+            said = str(error)
+        finally:
+            os.write(write, said.encode())
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert "parent of this process" in os.read(read, 1000).decode()
+    assert gdcomm.memory_kind(array) == "registered"
+print("end")
+"""
+
+
+def test_a_forked_child_has_no_registrations():
+    """In a process of its own: the libraries of other tests have threads, and warn when the process is forked."""
+    command = [sys.executable, "-W", "error", "-W", "ignore:.*fork:DeprecationWarning", "-c", FORK]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=80)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 
 def test_mapped_memory_is_one_memory(device):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array as plain_array
 import gc
+import importlib
 import threading
 from typing import Any
 
@@ -33,6 +34,7 @@ LAYOUTS = {
     "backwards": lambda a: a[::-1, ::-1],
     "mixed": lambda a: a.T[::-1, 1:],
 }
+copy_module = importlib.import_module("gdcomm.transfer.copy")
 TINY = Plan(threads=3, smallest=4096, largest=4096, slots=4)
 
 
@@ -41,6 +43,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> EmulatedDevice:
     made = EmulatedDevice(seed=5)
     monkeypatch.setattr(devices, "_installed", [made])
     monkeypatch.setattr(staging, "plan", TINY)
+    monkeypatch.setattr(copy_module, "_BY_DRIVER", 0)  # staging is tested by short arrays
     return made
 
 
@@ -181,6 +184,29 @@ def test_a_short_copy_to_the_device_does_not_wait_for_its_stream(device: Emulate
     gdcomm.copy(x, np.full(8, 7, "u1"), stream=stream)  # would wait for ever
     signal.set(1)
     assert (device.asnumpy(x, stream) == 7).all()
+
+
+def test_short_pageable_memory_goes_by_the_driver(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_module, "_BY_DRIVER", 8 << 20)
+    values, x, out = numbers((30_000,), "<f8"), device.zeros((30_000,)), np.zeros(30_000)
+    before = device.stats["to_device"], device.stats["to_host"]
+    host = values.copy()
+    gdcomm.copy(x, host)
+    host[:] = 0  # it was taken during the call
+    gdcomm.copy(out, x)
+    assert same(out, values)
+    assert (device.stats["to_device"], device.stats["to_host"]) == before
+    memory = np.zeros(64 * KIB, np.uint8)
+    memory[:] = numbers(memory.shape, "u1")
+    content, y = memory.copy(), device.zeros(memory.shape, "u1")
+    for part in (memory[: 32 * KIB], memory[16 * KIB : 32 * KIB]):  # page-locked at an end, or in the middle
+        with gdcomm.registered(part):
+            device.fill(y, 0)
+            gdcomm.copy(y, memory)
+            assert same(device.asnumpy(y), content)
+            memory[:] = 0
+            gdcomm.copy(memory, y)
+            assert same(memory, content)
 
 
 def test_registered_memory_is_copied_directly_across_seams(device: EmulatedDevice) -> None:

@@ -358,3 +358,102 @@ def test_pinned_memory_is_not_used_again_under_a_kernel(device: EmulatedDevice) 
     assert device.asnumpy(copied, side).tolist() == [9, 10]
     assert (device.asnumpy(stored, side) == 3).all()
     assert not any(array.any() for array in others)
+
+
+def test_masks_are_not_dropped_silently(device: EmulatedDevice) -> None:
+    table, masked = pinned(device, np.zeros((4, 3))), np.ma.masked_array([0, 1], [0, 1])
+    for call in (
+        lambda: gdcomm.take(np.ma.masked_array(np.zeros((4, 3))), [0]),
+        lambda: gdcomm.take(table, masked),
+        lambda: gdcomm.put(table, masked, 1.0),
+        lambda: gdcomm.put(np.ma.masked_array(np.zeros((4, 3))), [0], 1.0),
+        lambda: gdcomm.put(table, [0], np.ma.masked_array([1.0, 2, 3], [1, 0, 0])),
+    ):
+        with pytest.raises(gdcomm.BufferSpecError, match="masked"):
+            call()
+    assert not table.any()
+
+
+@pytest.mark.parametrize("mode", ["", 0, False, [], "RAISE"])
+def test_a_mode_that_is_none_is_refused(device: EmulatedDevice, mode: Any) -> None:
+    table = np.zeros((4, 3))
+    with pytest.raises(gdcomm.BufferSpecError, match="mode"):
+        gdcomm.take(table, [0], mode=mode)
+    with pytest.raises(gdcomm.BufferSpecError, match="mode"):
+        gdcomm.put(table, [0], 1.0, mode=mode)
+
+
+def test_more_bad_arguments(device: EmulatedDevice) -> None:
+    for index in ([[1], [1, 2]], None, {}, "a", [2**70], [None]):
+        with pytest.raises(gdcomm.BufferSpecError, match="indices"):
+            gdcomm.take(np.zeros((4, 3)), index)
+    with pytest.raises(gdcomm.BufferSpecError, match="byte order"):
+        gdcomm.take(np.zeros((4, 3), ">f8"), [0])
+    table = np.zeros((4, 3), ">f8")
+    gdcomm.put(table, [1], [1.0, 2, 3])
+    assert table[1].tolist() == [1, 2, 3]
+
+
+def test_out_may_be_the_indices_but_not_the_table(device: EmulatedDevice) -> None:
+    table, index = device.array(np.arange(10)[::-1].copy()), device.array(np.array([3, 0, 1, 2]))
+    gdcomm.take(table, index[::-1], out=index)
+    assert device.asnumpy(index).tolist() == [7, 8, 9, 6]
+    with pytest.raises(gdcomm.BufferSpecError, match="shares memory"):
+        gdcomm.take(table, index, out=table[3:7], mode="clip")
+    both = gdcomm.mapped_empty(8, np.int64)
+    with pytest.raises(gdcomm.BufferSpecError, match="shares memory"):
+        gdcomm.take(both.host, [1, 2], out=both.device[:2])
+
+
+def test_put_reads_what_it_overwrites_first(device: EmulatedDevice) -> None:
+    expected = np.array([2, 0, 1, 7, 8, 9, 5, 5])
+    table = device.array(expected)
+    snapshots: list[int] = []
+    copied, device.snapshot = device.snapshot, lambda b: snapshots.append(b.nbytes) or copied(b)  # type: ignore[method-assign, func-returns-value, assignment]
+    gdcomm.put(table, table[:3], table[1:4])
+    expected[expected[:3].copy()] = expected[1:4].copy()
+    assert device.asnumpy(table).tolist() == expected.tolist()
+    assert snapshots == [24, 24], "kernels read and write in any order"
+
+
+def test_a_kernel_does_not_read_across_a_gap_between_registrations(device: EmulatedDevice) -> None:
+    whole = np.arange(10 * 4096, dtype=np.uint8)
+    table = whole[-whole.ctypes.data % 4096 :][: 8 * 4096].reshape(-1, 64)
+    with gdcomm.registered(table[:64]), gdcomm.registered(table[-64:]):
+        source = gather._table("take", device, table, None)
+        assert source.rows is None
+        assert np.array_equal(device.asnumpy(gdcomm.take(table, [100, 5])), table[[100, 5]])
+        with gdcomm.registered(table[64:-64]):
+            assert gather._table("take", device, table, None).rows is not None
+
+
+@pytest.mark.parametrize(
+    "numbers", [(-1, 1, 1), (float("nan"), 1, 1), (8, -5, 100), (8, 1, -1), ("a", 1, 1), (8, None, 1)]
+)
+def test_the_crossover_of_no_sizes_is_refused(numbers: Any) -> None:
+    with pytest.raises(gdcomm.BufferSpecError, match="crossover"):
+        crossover(*numbers)
+
+
+def test_a_hundred_takes_leave_nothing(device: EmulatedDevice) -> None:
+    table, locked = np.zeros((1000, 30)), gdcomm.pinned_zeros((1000, 30))
+
+    def use() -> None:
+        for _ in range(100):
+            gdcomm.take(table, np.arange(500))
+            gdcomm.take(locked, [1, 2])
+            gdcomm.put(locked, [1, 2], device.zeros((2, 30)))
+            with pytest.raises(IndexError):
+                gdcomm.take(locked, [1000])
+
+    def state() -> tuple[int, int]:
+        gc.collect()
+        device.synchronize(None)
+        for _ in range(5):
+            stats = pool_of(device).stats()
+        return stats["leased"], stats["pending"]
+
+    use()
+    before = state()
+    use()
+    assert state() == before

@@ -51,7 +51,7 @@ def settled(pool: PinnedPool) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("dtype", ["u1", "f8", "c16", "M8[s]", "S5", ml_dtypes.bfloat16, [("a", "i1"), ("b", "f8")]])
-@pytest.mark.parametrize("shape", [(), 0, 7, (3, 4), (2, 0, 5), [np.int64(3)]])
+@pytest.mark.parametrize("shape", [(), 0, 7, (3, 4), (2, 0, 5), [np.int64(3)], np.array(3)])
 def test_pinned_empty_has_the_shape_and_dtype_asked_for(pool: PinnedPool, dtype: Any, shape: Any) -> None:
     made, expected = gdcomm.pinned_empty(shape, dtype), np.empty(shape, dtype)
     assert (made.shape, made.dtype) == (expected.shape, expected.dtype)
@@ -106,6 +106,20 @@ def test_like_takes_a_device_array_and_array_refuses_one(pool: PinnedPool, devic
         ((3,), {"order": "K"}, "order"),
         ((3,), {"numa": 7}, "no NUMA node 7"),
         ((3,), {"numa": 0, "write_combined": True}, "write_combined"),
+        ((3,), {"numa": []}, "numa"),
+        ((3,), {"numa": 0.0}, "numa"),
+        (("",), {}, "shape"),
+        ((b"ab",), {}, "shape"),
+        (({2, 3},), {}, "shape"),
+        (({2: 3},), {}, "shape"),
+        ((float("nan"),), {}, "shape"),
+        (((0, 1 << 70),), {}, "more than NumPy"),
+        ((1 << 70,), {}, "more than NumPy"),
+        (((1,) * 70,), {}, "more than NumPy"),
+        ((3, "S"), {}, "no bytes"),
+        ((3, "V0"), {}, "no bytes"),
+        ((3, "f8,,"), {}, "dtype"),
+        ((3, [("a", "f8"), ("a", "f8")]), {}, "dtype"),
     ],
 )
 def test_bad_arguments_are_named(pool: PinnedPool, arguments: Any, options: Any, says: str) -> None:
@@ -200,7 +214,7 @@ def test_a_use_that_is_not_over_is_never_forgotten(pool: PinnedPool, device: Emu
 
 def test_an_array_dropped_while_the_device_fails_is_not_used_again(pool: PinnedPool, device: EmulatedDevice) -> None:
     made = gdcomm.pinned_empty(8)
-    device.record = None  # type: ignore[method-assign, assignment]
+    device.idle = None  # type: ignore[method-assign, assignment]
     del made
     assert pool.stats() == {"leased": 0, "idle": 0, "pending": 0, "hits": 0, "misses": 1}
     assert pool._budget.used == 0
@@ -364,3 +378,140 @@ def test_threads_share_the_pool_without_stale_bytes(pool: PinnedPool, device: Em
     stats = settled(pool)
     assert stats["leased"] == stats["pending"] == 0
     assert pool._budget.used == stats["idle"]
+
+
+@pytest.mark.parametrize("shape", [1 << 70, (1 << 40, 1 << 40), (0, 1 << 70), (1,) * 70, 1 << 60])
+def test_without_a_device_huge_shapes_are_refused_as_clearly(no_device: None, shape: Any) -> None:
+    with pytest.raises((gdcomm.BufferSpecError, gdcomm.PinnedMemoryError)):
+        gdcomm.pinned_empty(shape, "u1")
+
+
+def test_values_that_make_no_array_are_named(pool: PinnedPool) -> None:
+    for call in (gdcomm.pinned_array, gdcomm.pinned_like):
+        with pytest.raises(gdcomm.BufferSpecError, match="makes no array"):
+            call([[1], [1, 2]])
+    with pytest.raises(gdcomm.BufferSpecError, match="makes no array"):
+        gdcomm.pinned_array(["a"], float)
+    with pytest.raises(gdcomm.BufferSpecError, match="masked"):
+        gdcomm.pinned_array(np.ma.masked_array([1, 2], [0, 1]))
+    assert pool._budget.used == 0
+
+
+def test_a_node_that_can_not_be_chosen_is_refused(pool: PinnedPool, device: EmulatedDevice) -> None:
+    device.emulated_properties = device.emulated_properties._replace(host_register_supported=False)
+    with pytest.raises(gdcomm.DeviceError, match="numa"):
+        gdcomm.pinned_empty(3, numa=0)
+    assert pool._budget.used == 0
+
+
+def test_address_space_that_ends_is_the_systems_answer(
+    pool: PinnedPool, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gdcomm.memory.pages.HUGE", -(1 << 50))  # mmap refuses
+    device.host_limit = 0
+    with pytest.raises(gdcomm.DeviceError):
+        gdcomm.pinned_empty(20 * MIB, "u1")
+    assert pool.lease(20 * MIB).array.nbytes == 20 * MIB, "staging takes what there is"
+
+
+def test_the_ring_of_a_thread_outlives_it_until_its_copies_are_done(pool: PinnedPool, device: EmulatedDevice) -> None:
+    target = device.zeros(10)
+    device.synchronize(None)
+
+    def work() -> None:
+        gdcomm.copy(target, np.arange(10.0), stream=device.default_stream)
+
+    for _ in range(3):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert device.asnumpy(target).tolist() == list(range(10))
+    settled(pool)
+    used = pool._budget.used
+    for _ in range(20):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        device.synchronize(None)
+        settled(pool)
+    assert pool._budget.used <= used, "rings are used again"
+    assert pool.stats()["leased"] == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_lease_of_the_parent_is_nothing_to_a_child(pool: PinnedPool) -> None:
+    lease = pool.lease(100)
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            del lease
+            gc.collect()
+            os.write(write, str(pool.stats()["leased"]).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 20) == b"0"
+    os.close(read)
+    os.close(write)
+    lease.release()
+
+
+def test_eight_threads_one_of_which_fails_leave_nothing(pool: PinnedPool, device: EmulatedDevice) -> None:
+    wrong: list[Any] = []
+
+    def work(mark: int) -> None:
+        stream = device.Stream()
+        with stream:
+            for step in range(25):
+                target, cycle = device.empty(3000), [gdcomm.pinned_empty(3000)]
+                cycle.append(cycle)  # type: ignore[arg-type]  # left to the collector
+                cycle[0][...] = mark
+                gdcomm.copy(target, cycle[0], block=False)
+                del cycle
+                with gdcomm.registered(np.full(3000, -1.0)) as array:
+                    gdcomm.copy(target, array[:10], block=False) if mark == 8 and step == 5 else None
+                if not (device.asnumpy(target, stream) == mark).all():
+                    wrong.append(mark)
+
+    def run(mark: int) -> None:
+        try:
+            work(mark)
+        except gdcomm.BufferSpecError as error:
+            wrong.append(str(error)[:9])
+
+    threads = [threading.Thread(target=run, args=(mark,)) for mark in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == ["dst has s"]
+    gc.collect()
+    for stream in list(device._streams.values()):
+        stream.synchronize()
+    for _ in range(9):  # copies that nobody waited for keep their arrays until later ones look
+        gdcomm.copy(device.empty(9), device.empty(9), block=False)
+    stats = settled(pool)
+    assert stats["leased"] == stats["pending"] == 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: gdcomm.pinned_empty(5000),
+        lambda: gdcomm.pinned_zeros((50, 3), order="F", write_combined=True),
+        lambda: gdcomm.pinned_array([1, 2]),
+        lambda: gdcomm.mapped_empty(50),
+        lambda: gdcomm.Signal().set(1),
+        lambda: gdcomm.memory_kind(gdcomm.pinned_like(np.zeros(3))),
+    ],
+)
+def test_a_thousand_times_over_nothing_is_left(pool: PinnedPool, make: Any) -> None:
+    make()
+    settled(pool)
+    used = pool._budget.used
+    for _ in range(1000):
+        make()
+    stats = settled(pool)
+    assert stats["leased"] == stats["pending"] == 0
+    assert pool._budget.used <= 3 * used

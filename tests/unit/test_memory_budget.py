@@ -192,3 +192,21 @@ def test_filling_by_threads_leaves_no_byte() -> None:
     pages.fill(block, 3)
     assert (block == 3).all()
     pages.fill(block[:0], 3)
+
+
+def test_many_small_allocations_do_not_slip_past_the_system(machine: Path) -> None:
+    counted = Budget(1000 * GIB, machine)
+    for _ in range(63):
+        counted.reserve(1 << 20)
+    tree(machine, proc__meminfo="MemTotal: 67108864 kB\nMemAvailable: 100 kB\n")
+    with pytest.raises(MemoryError, match="left"):
+        counted.reserve(1 << 20)
+    with pytest.raises(MemoryError, match="left"):
+        counted.reserve(1 << 20)
+    assert counted.used == 63 << 20
+
+
+def test_threads_share_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "_made", {})
+    first = budget.of_process.__wrapped__()  # as two threads would that came at once
+    assert budget.of_process.__wrapped__() is first

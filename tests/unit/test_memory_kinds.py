@@ -6,6 +6,7 @@ import array as plain
 import gc
 import mmap
 import pickle
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -180,3 +181,29 @@ def test_views_of_mapped_memory_are_described_rightly(device: EmulatedDevice, in
     device.to_host(out, buffer)
     device.synchronize(None)
     assert out.tobytes() == both.host[index].tobytes()
+
+
+def test_on_coherent_machines_memory_lives_until_kernels_are_done(device: EmulatedDevice) -> None:
+    device.emulated_properties = COHERENT
+    both, side, freed = gdcomm.mapped_empty(50_000, "u1"), device.Stream(), []
+    pool = pinned.pool_of(device)
+    block = pool.find(both.host.ctypes.data)
+    assert block is not None
+    weakref.finalize(block.array, freed.append, 1)
+    device.launch(side, lambda: None)
+    pinned.note_use(both.host.ctypes.data, 1, device.record(side))
+    del both, block
+    gc.collect()
+    device.synchronize(None)
+    pool.trim()
+    assert not freed, "a kernel may still read it"
+    side.synchronize()
+    for _ in range(5):
+        pool.trim()
+    assert freed
+    assert pool.stats()["idle"] == pool._budget.used == 0
+
+
+def test_the_other_byte_order_is_not_mapped(device: EmulatedDevice) -> None:
+    with pytest.raises(gdcomm.BufferSpecError, match="byte order"):
+        gdcomm.mapped_empty(3, ">f8")

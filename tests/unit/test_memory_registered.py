@@ -353,3 +353,60 @@ def test_random_registrations_agree_with_a_counter_of_pages(steps: list[tuple[bo
     assert not any(device.is_pinned(start + page * PAGE) for page in range(17))
     assert registry._budget.used == 0
     assert device.stats.get("host_register") == device.stats.get("host_unregister")
+
+
+def test_the_collector_may_unregister_while_memory_is_registered(
+    registry: Registry, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = memory(6 * PAGE)
+    owner = whole[PAGE : 3 * PAGE]
+    within, victims = registry._within, [np.zeros(0)]
+
+    def interrupted(start: int, end: int) -> Any:
+        found = within(start, end)
+        if victims:  # the owner of a part dies now
+            victims.clear()
+            key, registrations = next(iter(registry._registrations.items()))
+            registry._owner_died(key, registrations[0])
+        return found
+
+    gdcomm.register(owner)
+    monkeypatch.setattr(registry, "_within", interrupted)
+    gdcomm.register(whole)
+    assert not victims
+    assert all(device.is_pinned(whole.ctypes.data + page * PAGE) for page in range(6))
+    gdcomm.unregister(whole)
+    assert registry._budget.used == 0
+    assert not any(device.is_pinned(whole.ctypes.data + page * PAGE) for page in range(6))
+
+
+def test_a_refused_registration_ends_segments_whose_owner_died_meanwhile(
+    registry: Registry, device: EmulatedDevice
+) -> None:
+    whole = memory(6 * PAGE)
+    gdcomm.register(whole[: 2 * PAGE])
+    key, registrations = next(iter(registry._registrations.items()))
+    refuse = device.host_register
+
+    def register(*arguments: Any, **options: Any) -> None:
+        registry._owner_died(key, registrations[0])
+        device.host_limit = 0
+        refuse(*arguments, **options)
+
+    device.host_register = register  # type: ignore[method-assign]
+    with pytest.raises(gdcomm.DeviceError):
+        gdcomm.register(whole)
+    assert registry._budget.used == 0
+    assert not registry._segments
+
+
+def test_a_thousand_registrations_leave_nothing(registry: Registry, device: EmulatedDevice) -> None:
+    for step in range(1000):
+        array = np.zeros(3000)
+        gdcomm.register(array)
+        if step % 2:
+            gdcomm.unregister(array)
+        del array
+    assert registry._budget.used == 0
+    assert not registry._segments
+    assert not registry._registrations

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal as os_signal
 import threading
 import time
 from typing import Any
@@ -13,6 +15,8 @@ import pytest
 import gdcomm
 from gdcomm import devices
 from gdcomm.devices.emulated import EmulatedDevice
+from gdcomm.memory.pinned import pool_of
+from gdcomm.transfer import signals
 
 
 @pytest.fixture
@@ -217,3 +221,103 @@ def test_without_a_device_threads_still_signal(monkeypatch: pytest.MonkeyPatch) 
     for call in (lambda: signal.device, lambda: signal.stream_wait(None, 1), lambda: signal.stream_set(None, 1)):
         with pytest.raises(gdcomm.DeviceError, match="pip install"):
             call()
+
+
+@pytest.mark.parametrize("value", ["a", 1.5, float("nan"), None, [1], -1, 1 << 64])
+def test_values_are_numbers_or_refused(device: EmulatedDevice, value: Any) -> None:
+    signal = gdcomm.Signal()
+    for call in (
+        lambda: gdcomm.Signal(value),
+        lambda: signal.set(value),
+        lambda: signal.wait(value, timeout=0),
+        lambda: signal.stream_set(None, value),
+        lambda: signal.stream_wait(None, value),
+    ):
+        with pytest.raises(gdcomm.BufferSpecError, match="unsigned number"):
+            call()
+    assert signal.value == 0
+
+
+def test_numpys_numbers_are_numbers(device: EmulatedDevice) -> None:
+    signal = gdcomm.Signal(np.uint64(2**64 - 1), bits=np.int64(64))
+    signal.set(np.int64(3))
+    assert signal.wait(np.int64(3), timeout=np.float32(0)) == 3
+    signal.stream_set(None, np.int32(5))
+    assert signal.wait(np.uint8(5)) == 5
+    with pytest.raises(gdcomm.BufferSpecError, match="32 or 64"):
+        gdcomm.Signal(bits=32.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("timeout", ["1", float("nan"), [1], 1j])
+def test_a_time_out_is_a_number(device: EmulatedDevice, timeout: Any) -> None:
+    signal = gdcomm.Signal()
+    with pytest.raises(gdcomm.BufferSpecError, match="timeout"):
+        signal.wait(1, timeout=timeout)
+    with pytest.raises(gdcomm.BufferSpecError, match="timeout"):
+        signal.stream_wait(device.Stream(), 1, timeout=timeout)
+
+
+def test_time_outs_at_both_ends(device: EmulatedDevice) -> None:
+    signal, stream = gdcomm.Signal(), device.Stream()
+    for timeout in (-1, 0, float("-inf")):
+        with pytest.raises(gdcomm.CommTimeoutError, match="after 0 s"):
+            signal.wait(1, timeout=timeout)
+    signal.stream_wait(stream, 1, timeout=float("inf"))
+    thread = later(lambda: signal.set(1))
+    assert signal.wait(1, timeout=float("inf")) == 1
+    thread.join()
+    stream.synchronize()
+
+
+def test_two_hosts_wait_for_one_value(device: EmulatedDevice) -> None:
+    signal, found = gdcomm.Signal(), []
+    threads = [threading.Thread(target=lambda: found.append(signal.wait(2, timeout=10))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    signal.set(1)
+    signal.set(2)
+    for thread in threads:
+        thread.join()
+    assert found == [2, 2, 2]
+
+
+def test_streams_do_not_write_to_memory_that_a_dropped_signal_left(device: EmulatedDevice) -> None:
+    stream = device.Stream()
+    for _ in range(20):
+        signal = gdcomm.Signal()
+        address = signal._array.ctypes.data
+        signal.stream_set(stream, 77)
+        del signal
+        gc.collect()
+        assert device.is_pinned(address)
+        device.synchronize(None)
+        others = [gdcomm.pinned_zeros(1, "u8") for _ in range(3)]
+        stream.synchronize()
+        assert not any(other.any() for other in others)
+
+
+def test_signals_count_in_the_budget(device: EmulatedDevice) -> None:
+    before = pool_of(device).stats()["leased"]
+    many = [gdcomm.Signal() for _ in range(10)]
+    assert pool_of(device).stats()["leased"] == before + len(many) * 4096
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_watches_signals_of_its_own(device: EmulatedDevice) -> None:
+    signal, stream = gdcomm.Signal(), device.Stream()
+    signal.stream_wait(stream, 1, timeout=60)
+    with signals._watchdog._lock:
+        child = os.fork()
+    if not child:
+        code = 1
+        try:
+            os_signal.alarm(20)
+            own, queue = gdcomm.Signal(), device.Stream()
+            own.stream_wait(queue, 1, timeout=0.01)
+            queue.synchronize()
+            code = 0 if own._failed and not signals._watchdog._pending[1:] else 2
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    signal.set(1)
+    stream.synchronize()

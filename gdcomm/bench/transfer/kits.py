@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-import gdcomm
 from gdcomm.bench.transfer.data import SPOILT, Array, differences, page_aligned, pattern
 from gdcomm.devices.base import Device
 from gdcomm.errors import DeviceError

@@ -24,7 +24,6 @@ __all__ = ["overlap"]
 
 _DIFFERENT = 4  # batches in memory; they come again and again
 _MOST_STEPS = 1 << 20
-_PROBE = 256  # steps whose time is measured to know that of one
 _SAMPLES = 16
 
 
@@ -92,17 +91,17 @@ class _Overlap:
     def tune(self, copies: Callable[[], Any]) -> None:
         """Make the work on a batch last as long as its copy."""
         target = _best_us(self.kit, copies, self.batches)
-        floor = self._work_us(0)
-        slope = max((self._work_us(_PROBE) - floor) / _PROBE, 1e-6)
-        self.steps = self._bounded((target - floor) / slope)
-        self.steps = self._bounded(self.steps + (target - self._work_us(self.steps)) / slope)
+        fewer, least, steps = 0, 0.0, 1
+        most = self._work_us(steps)
+        while most < target and steps < _MOST_STEPS:  # up to some length a launch takes as long as the work
+            fewer, least, steps = steps, most, 2 * steps
+            most = self._work_us(steps)
+        share = (target - least) / max(most - least, 1e-6)
+        self.steps = int(min(max(fewer + share * (steps - fewer), 1), _MOST_STEPS))
 
     def _work_us(self, steps: int) -> float:
         self.steps = steps
         return _best_us(self.kit, self.compute, self.batches)
-
-    def _bounded(self, steps: float) -> int:
-        return int(min(max(steps, 1), _MOST_STEPS))
 
     def compute(self) -> Any:
         """The work on all batches, which are on the device already."""

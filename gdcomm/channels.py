@@ -47,8 +47,9 @@ def open_channel(comm: MPI.Intracomm, everyone: list[_Facts]) -> Channel | None:
     seen = visible([rank.arena for rank in everyone])
     shown = MPI.Intracomm.alltoall(comm, seen)  # who sees mine
     near = [rank.arena if a and b else None for rank, a, b in zip(everyone, seen, shown, strict=True)]
-    shadow = Shadow(MPI.Intracomm(comm).Dup(), everyone[0].secret, near)
-    return _remember(comm, Channel(shadow, None, [], len(everyone)))
+    names = [rank.arena.node if rank.arena else str(i) for i, rank in enumerate(everyone)]
+    shadow = Shadow(MPI.Intracomm(comm).Dup(), everyone[0].secret, near, [names.index(name) for name in names])
+    return _remember(comm, Channel(shadow, None, [], len(everyone), {}))
 
 
 def channel_of(comm: MPI.Comm, parent: Channel | None) -> Channel | None:

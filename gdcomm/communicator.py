@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
@@ -18,6 +19,7 @@ from gdcomm.api.p2p import PointToPoint
 from gdcomm.api.persistent import PersistentCollectives, PersistentScans
 from gdcomm.capabilities import local_capabilities
 from gdcomm.channels import channel_of, facts, open_channel
+from gdcomm.collectives import chosen, limit
 from gdcomm.envelopes import Channel
 from gdcomm.errors import BufferSpecError
 from gdcomm.messages import Matching
@@ -51,6 +53,7 @@ class _Derives(_Comm):
 
     _paths: Paths = Paths()
     _channel: Channel | None = None
+    _limit: int = sys.maxsize
 
     @property
     def path(self) -> str:
@@ -80,6 +83,10 @@ class _Derives(_Comm):
         transport, reason = choose(self._paths.path, found.group, found.form, operation, self._paths.can)
         if transport == "mpi" and buffer is not None and not buffer.contiguous:
             transport, reason = "staged", "a strided array is packed on the device and staged; MPI would use the CPU"
+        algorithm = "" if buffer is None or not buffer.contiguous else chosen(self, found, buffer.nbytes)
+        if algorithm:
+            route = choose(self._paths.path, "p2p", "", "Isend", self._paths.can)[0]
+            return f"{operation}: {kind} by {algorithm} over {route} messages, if all ranks bring device arrays"
         return f"{operation}: {kind} by {transport} ({reason})"
 
     def __enter__(self: _C) -> _C:
@@ -187,6 +194,7 @@ class Communicator(
             raise ValueError(f"path: ranks ask for different paths ({', '.join(sorted(paths))}); give one on all")
         self._paths = Paths(asked, agree(can for _, can, _ in everyone))
         self._channel = open_channel(self, [fact for _, _, fact in everyone])
+        self._limit = limit(self._channel)
 
     def Create_group(self, group: MPI.Group, tag: int = 0) -> Any:
         """Communicator of a group; collective over the group only."""
@@ -278,6 +286,7 @@ def wrap(comm: Any, paths: Paths, parent: Channel | None = None) -> Any:
             raise BufferSpecError(f"comm: {type(comm).__name__} is no communicator")
     comm._paths = paths
     comm._channel = channel_of(comm, parent)
+    comm._limit = limit(comm._channel)
     return comm
 
 

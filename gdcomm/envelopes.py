@@ -94,14 +94,19 @@ class Shadow:
         comm: a duplicate of the family's first communicator, which nobody else uses.
         secret: 16 bytes, the same on all ranks.
         arenas: of each rank that shares memory with this one.
+        nodes: a number for the node of each rank.
     """
 
-    def __init__(self, comm: MPI.Intracomm, secret: bytes, arenas: Sequence[Address | None]) -> None:
-        self.comm, self.arenas = comm, arenas
+    def __init__(
+        self, comm: MPI.Intracomm, secret: bytes, arenas: Sequence[Address | None], nodes: Sequence[int]
+    ) -> None:
+        self.comm, self.arenas, self.nodes = comm, arenas, nodes
         self.rank = comm.Get_rank()
         self._secret = secret
         limit = comm.Get_attr(MPI.TAG_UB)
-        self._tags = itertools.cycle(range(1, limit if isinstance(limit, int) else 32767))
+        self.last_tag = (limit if isinstance(limit, int) else 32767) // 2  # of collectives; the rest is for chunks
+        self.tags_taken = 0
+        self._tags = itertools.cycle(range(self.last_tag + 1, 2 * self.last_tag))
 
     def box(self, dest: int, device: Device) -> Box | None:
         """A box in this process's arena for a message; None if it must go through MPI."""
@@ -133,12 +138,14 @@ class Channel(NamedTuple):
         ranks: the shadow's rank of each of its own ranks; None where they are the same.
         early: messages that a probe had to take out of MPI's queue (see `early`).
         size: ranks of the communicator.
+        notes: of the communicator's collectives (see `collectives`).
     """
 
     shadow: Shadow
     ranks: Sequence[int] | None
     early: list[Any]
     size: int
+    notes: dict[str, Any]
 
     def peer(self, rank: int) -> int:
         """The shadow's rank of a rank of the communicator."""
@@ -150,7 +157,7 @@ class Channel(NamedTuple):
         ranks = own.Translate_ranks(None, theirs)
         own.Free()
         theirs.Free()
-        return Channel(self.shadow, None if ranks == list(range(len(ranks))) else ranks, [], len(ranks))
+        return Channel(self.shadow, None if ranks == list(range(len(ranks))) else ranks, [], len(ranks), {})
 
 
 class Pump:

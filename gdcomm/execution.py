@@ -6,6 +6,7 @@ before MPI is called, so other ranks see an erring rank as one that has not yet 
 
 from __future__ import annotations
 
+import sys
 from array import array as stdarray
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -55,13 +56,13 @@ def plain(obj: Any) -> bool:
     return kind in _HOST_TYPES
 
 
-def reducible(sendbuf: Any, recvbuf: Any) -> bool:
-    """Whether MPI reduces these arrays as they are: `plain`, and of a number type that it knows."""
+def reducible(sendbuf: Any, recvbuf: Any, limit: int = sys.maxsize) -> bool:
+    """Whether MPI reduces these arrays as they are: `plain`, of a number type that it knows, below `limit` bytes."""
     # Type numbers 1 to 16 are the integers, float32 to longdouble and their complex pairs; 0 is bool.
     array = sendbuf if type(sendbuf) is ndarray else recvbuf
     if not (type(array) is ndarray and 0 < array.dtype.num < 17 and (array.ndim < 2 or array.flags.c_contiguous)):
         return False
-    return plain(sendbuf if array is recvbuf else recvbuf)
+    return array.nbytes < limit and plain(sendbuf if array is recvbuf else recvbuf)
 
 
 _ENVELOPED = frozenset(("Send", "Ssend", "Rsend", "Isend", "Issend", "Irsend"))

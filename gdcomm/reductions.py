@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from gdcomm.errors import BufferSpecError
 
-__all__ = ["check_reduction", "substitute", "wire_dtype"]
+__all__ = ["check_reduction", "name_of", "substitute", "wire_dtype"]
 
 _UFUNCS: dict[str, np.ufunc] = {
     "SUM": np.add,
@@ -59,10 +59,10 @@ def wire_dtype(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
 def substitute(dtype: np.dtype[Any], op: MPI.Op) -> MPI.Op | None:
     """The operator that reduces elements of `dtype` moved as `wire_dtype`; None if MPI's own does."""
     if dtype.kind == "b":
-        return _BOOL.get(_name_of(op))
+        return _BOOL.get(name_of(op))
     if not _is_half(dtype):
         return None
-    name = _name_of(op)
+    name = name_of(op)
     if name not in _UFUNCS:
         return None
     key = (dtype.name, name)
@@ -84,7 +84,7 @@ def check_reduction(name: str, dtypes: list[np.dtype[Any]], op: MPI.Op) -> None:
         raise BufferSpecError(
             f"{name}: sendbuf and recvbuf differ ({', '.join(map(str, dtypes))}); give arrays of one dtype"
         )
-    op_name = _name_of(op)
+    op_name = name_of(op)
     allowed = _UFUNCS if _is_half(odd[0]) else _TIMES.get(odd[0].kind, ())
     if op_name and op_name not in allowed:
         raise BufferSpecError(f"{name}: op: MPI.{op_name} has no meaning for {odd[0]}; convert, or use MPI.Op.Create")
@@ -97,7 +97,8 @@ _PREDEFINED = {
 }
 
 
-def _name_of(op: MPI.Op) -> str:
+def name_of(op: MPI.Op) -> str:
+    """The name of a predefined operator, without "MPI."; "" of others."""
     for name, known in _PREDEFINED.items():
         if op == known:
             return name

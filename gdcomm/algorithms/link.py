@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-__all__ = ["HostLink", "Link", "Vector"]
+__all__ = ["HostLink", "Link", "Sublink", "Vector"]
 
 Vector = Any
 
@@ -47,9 +47,43 @@ class Link(ABC):
     def copy(self, to: Vector, origin: Vector) -> None:
         """Copy between vectors of this rank that do not overlap (or are the same)."""
 
+    def copies(self, pairs: Sequence[tuple[Vector, Vector]]) -> None:
+        """Make many copies, each `(to, origin)`; a link that can make them in one go does."""
+        for to, origin in pairs:
+            self.copy(to, origin)
+
     @abstractmethod
     def scratch(self, count: int, like: Vector) -> Vector:
         """Memory for `count` elements of the dtype of `like`, uninitialised; it lives as long as the link."""
+
+
+class Sublink(Link):
+    """Some ranks of a link, renumbered; this rank is one of them. It has no memory and no messages of its own.
+
+    Args:
+        link: the link.
+        ranks: rank i here is `ranks[i]` there.
+    """
+
+    def __init__(self, link: Link, ranks: Sequence[int]) -> None:
+        self._link, self._ranks = link, ranks
+        self.rank, self.size = ranks.index(link.rank), len(ranks)
+
+    def transfer(self, sends: Sequence[tuple[Vector, int]], recvs: Sequence[tuple[Vector, int]]) -> None:
+        ranks = self._ranks
+        self._link.transfer([(v, ranks[dest]) for v, dest in sends], [(v, ranks[source]) for v, source in recvs])
+
+    def reduce(self, into: Vector, lower: Vector | None = None, higher: Vector | None = None) -> None:
+        self._link.reduce(into, lower, higher)
+
+    def copy(self, to: Vector, origin: Vector) -> None:
+        self._link.copy(to, origin)
+
+    def copies(self, pairs: Sequence[tuple[Vector, Vector]]) -> None:
+        self._link.copies(pairs)
+
+    def scratch(self, count: int, like: Vector) -> Vector:
+        return self._link.scratch(count, like)
 
 
 class HostLink(Link):

@@ -9,6 +9,7 @@ from mpi4py import MPI
 from numpy import ndarray
 
 from gdcomm.arguments import UNSERVED, unserved
+from gdcomm.collectives import collective, shared
 from gdcomm.execution import execute, plain, reducible
 from gdcomm.operations import OPERATIONS
 
@@ -47,15 +48,16 @@ class Collectives(_Comm):
     """Collectives of intra- and intercommunicators."""
 
     _paths: Paths
+    _limit: int
 
     def Bcast(self, buf: Spec, root: int = 0, *, stream: Stream = None) -> None:
         """Copy the root's array to every rank."""
-        if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous):
+        if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous) and buf.nbytes < self._limit:
             try:
                 return _Bcast(self, buf, root)
             except UNSERVED as error:
                 unserved(error, self, "Bcast", (buf, root))
-        execute(self, self._paths, OPERATIONS["Bcast"], (buf, root), stream)
+        collective(self, OPERATIONS["Bcast"], (buf, root), stream)
 
     def Gather(self, sendbuf: Spec, recvbuf: Spec, root: int = 0, *, stream: Stream = None) -> None:
         """Collect equal blocks at the root, in rank order."""
@@ -95,12 +97,12 @@ class Collectives(_Comm):
 
     def Allgather(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> None:
         """Collect equal blocks on every rank."""
-        if plain(sendbuf) and plain(recvbuf):
+        if plain(sendbuf) and plain(recvbuf) and not shared(self, sendbuf, recvbuf):
             try:
                 return _Allgather(self, sendbuf, recvbuf)
             except UNSERVED as error:
                 unserved(error, self, "Allgather", (sendbuf, recvbuf))
-        execute(self, self._paths, OPERATIONS["Allgather"], (sendbuf, recvbuf), stream)
+        collective(self, OPERATIONS["Allgather"], (sendbuf, recvbuf), stream)
 
     def Allgatherv(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> None:
         """Collect blocks of different sizes on every rank."""
@@ -113,12 +115,12 @@ class Collectives(_Comm):
 
     def Alltoall(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> None:
         """Send block i to rank i; receive one block from each rank."""
-        if plain(sendbuf) and plain(recvbuf):
+        if plain(sendbuf) and plain(recvbuf) and not shared(self, sendbuf, recvbuf):
             try:
                 return _Alltoall(self, sendbuf, recvbuf)
             except UNSERVED as error:
                 unserved(error, self, "Alltoall", (sendbuf, recvbuf))
-        execute(self, self._paths, OPERATIONS["Alltoall"], (sendbuf, recvbuf), stream)
+        collective(self, OPERATIONS["Alltoall"], (sendbuf, recvbuf), stream)
 
     def Alltoallv(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> None:
         """Alltoall with blocks of different sizes."""
@@ -142,32 +144,32 @@ class Collectives(_Comm):
         self, sendbuf: Spec, recvbuf: Spec, op: MPI.Op = MPI.SUM, root: int = 0, *, stream: Stream = None
     ) -> None:
         """Reduce elementwise over the ranks; the root has the result."""
-        if reducible(sendbuf, recvbuf):
+        if reducible(sendbuf, recvbuf, self._limit):
             try:
                 return _Reduce(self, sendbuf, recvbuf, op, root)
             except UNSERVED as error:
                 unserved(error, self, "Reduce", (sendbuf, recvbuf, op, root))
-        execute(self, self._paths, OPERATIONS["Reduce"], (sendbuf, recvbuf, op, root), stream)
+        collective(self, OPERATIONS["Reduce"], (sendbuf, recvbuf, op, root), stream)
 
     def Allreduce(self, sendbuf: Spec, recvbuf: Spec, op: MPI.Op = MPI.SUM, *, stream: Stream = None) -> None:
         """Reduce elementwise over the ranks; every rank has the result."""
-        if reducible(sendbuf, recvbuf):
+        if reducible(sendbuf, recvbuf, self._limit):
             try:
                 return _Allreduce(self, sendbuf, recvbuf, op)
             except UNSERVED as error:
                 unserved(error, self, "Allreduce", (sendbuf, recvbuf, op))
-        execute(self, self._paths, OPERATIONS["Allreduce"], (sendbuf, recvbuf, op), stream)
+        collective(self, OPERATIONS["Allreduce"], (sendbuf, recvbuf, op), stream)
 
     def Reduce_scatter_block(
         self, sendbuf: Spec, recvbuf: Spec, op: MPI.Op = MPI.SUM, *, stream: Stream = None
     ) -> None:
         """Reduce, then hand equal blocks of the result out."""
-        if reducible(sendbuf, recvbuf):
+        if reducible(sendbuf, recvbuf, self._limit):
             try:
                 return _Reduce_scatter_block(self, sendbuf, recvbuf, op)
             except UNSERVED as error:
                 unserved(error, self, "Reduce_scatter_block", (sendbuf, recvbuf, op))
-        execute(self, self._paths, OPERATIONS["Reduce_scatter_block"], (sendbuf, recvbuf, op), stream)
+        collective(self, OPERATIONS["Reduce_scatter_block"], (sendbuf, recvbuf, op), stream)
 
     def Reduce_scatter(
         self,

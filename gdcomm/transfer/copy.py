@@ -33,7 +33,7 @@ from gdcomm.transfer.sides import (
 )
 from gdcomm.transfer.staging import download, host_copy, upload
 
-__all__ = ["Copying", "by_driver", "copy", "move", "to_device", "to_host"]
+__all__ = ["Copying", "by_driver", "copy", "keep", "move", "to_device", "to_host"]
 
 _BYTES = np.dtype(np.uint8)
 _SMALL = Slots.SIZE  # bytes that go through one slot of the calling thread
@@ -191,7 +191,7 @@ def move(to: Side, source: Side, stream: Any, block: bool | None) -> Copying | N
     if isinstance(to, Buffer):
         if isinstance(source, Buffer):
             _on_device(to, source)
-            return _end(to.device, to.stream, block, keep=(to, source))
+            return _end(to.device, to.stream, block, arrays=(to, source))
         return _between(to, source, to, source, block)
     if isinstance(source, Buffer):
         return _between(to, source, source, to, block)
@@ -266,7 +266,7 @@ def _between(to: Side, source: Side, buffer: Buffer, host: Array, block: bool | 
         upload(buffer, host)
     else:
         download(host, buffer)
-    return _end(device, buffer.stream, block, keep=(buffer,))
+    return _end(device, buffer.stream, block, arrays=(buffer,))
 
 
 def by_driver(host: Array, locked: bool | None) -> bool:
@@ -328,7 +328,7 @@ def _on_device(to: Buffer, source: Buffer) -> None:
         else:
             device.copy(plan.dst, plan.src, plan.width, to.stream)
         if ordered.ptr != source.ptr:
-            _keep(device.record(to.stream), ordered)
+            keep(device.record(to.stream), ordered)
     if source.stream != to.stream:
         device.wait_event(source.stream, device.record(to.stream))
 
@@ -339,7 +339,8 @@ _under_way: deque[Copying] = deque()  # oldest first: keeps arrays of copies tha
 _under_way_lock = threading.Lock()
 
 
-def _keep(event: Event, *arrays: Any) -> Copying:
+def keep(event: Event, *arrays: Any) -> Copying:
+    """Keep arrays until the event is done, or somebody waited for it (it is looked at by later copies)."""
     copying = Copying(event, *arrays)
     with _under_way_lock:
         while _under_way and _under_way[0].query():
@@ -349,20 +350,20 @@ def _keep(event: Event, *arrays: Any) -> Copying:
 
 
 def _end(
-    device: Device, stream: Any, block: bool | None, host: Array | None = None, keep: tuple[Any, ...] = ()
+    device: Device, stream: Any, block: bool | None, host: Array | None = None, arrays: tuple[Any, ...] = ()
 ) -> Copying | None:
     """Wait for what was queued, or return what tells when it is done.
 
     Args:
         host: page-locked memory that the copy uses until it is done.
-        keep: must live until then.
+        arrays: must live until then.
     """
     if block is False:
         event = device.record(stream)
         if host is not None:
             first, end = span_of(host)
             note_use(first, end - first, event)
-        return _keep(event, *keep)
+        return keep(event, *arrays)
     if block or host is not None:
         device.synchronize(stream)
     return None
@@ -407,8 +408,8 @@ def _elsewhere(device: Device, dst: Any, src: Any, stream: Any, block: bool | No
         if packed is not to:
             device.copy_strided(to, packed)
         done = device.record(to.stream)
-        _keep(done, near, packed)
+        keep(done, near, packed)
     with at_src:
         device.wait_event(source.stream, done)
     with at_dst:
-        return _end(device, to.stream, block, keep=(to, near))
+        return _end(device, to.stream, block, arrays=(to, near))

@@ -1,0 +1,43 @@
+"""Reduce: every rank has a contribution, and the root gets the result.
+
+All of them: before, `vector` is this rank's contribution; after, it is the result on the root, and means nothing on
+others. Every element is reduced in one order, on one rank. Costs are of n bytes.
+"""
+
+from __future__ import annotations
+
+from gdcomm.algorithms import gather, reduce_scatter
+from gdcomm.algorithms.link import Link, Vector
+from gdcomm.algorithms.parts import balanced, tree
+
+__all__ = ["binomial", "rabenseifner"]
+
+
+def binomial(link: Link, vector: Vector, root: int = 0) -> None:
+    """Reduce whole vectors up a binomial tree: short vectors, operators that need not commute.
+
+    Branches of the tree are neighbouring ranks, whatever the root, so that rank order is kept without another
+    message. Costs lg p (alpha + n beta + n gamma), and scratch of the vector except on leaves.
+    """
+    place = tree(link.rank, link.size, root)
+    scratch = link.scratch(len(vector) if place.children else 0, vector)
+    for child, _, _ in place.children:
+        link.exchange(None, child, scratch, child)
+        if child < link.rank:
+            link.reduce(vector, lower=scratch)
+        else:
+            link.reduce(vector, higher=scratch)
+    if place.parent is not None:
+        link.exchange(vector, place.parent, None, place.parent)
+
+
+def rabenseifner(link: Link, vector: Vector, root: int = 0) -> None:
+    """Reduce-scatter, then gather the blocks at the root: long vectors. For commutative operators.
+
+    Costs 2 lg p alpha + 2 (p-1)/p n beta + (p-1)/p n gamma, and scratch of half the vector. See Rabenseifner 2004;
+    where ranks are no power of two, a circulant reduce-scatter saves his fold.
+    """
+    counts = balanced(len(vector), link.size)
+    scatter = reduce_scatter.circulant if link.size & (link.size - 1) else reduce_scatter.halving
+    scatter(link, vector, counts)
+    gather.in_place(link, vector, counts, root)

@@ -1,0 +1,127 @@
+"""Device arrays as the vectors of `gdcomm.algorithms`, and their link: messages from GPU to GPU, kernels of the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from gdcomm.algorithms.link import Link
+from gdcomm.devices.base import Buffer
+from gdcomm.envelopes import Channel
+from gdcomm.execution import execute
+from gdcomm.operations import OPERATIONS
+from gdcomm.paths import Paths
+from gdcomm.requests import Request
+from gdcomm.transfer.copy import keep
+
+__all__ = ["DeviceLink", "DeviceVector"]
+
+
+class DeviceVector:
+    """Contiguous elements in device memory.
+
+    Args:
+        buffer: contiguous.
+    """
+
+    __slots__ = ("buffer",)
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+
+    def __len__(self) -> int:
+        return self.buffer.nbytes // self.buffer.dtype.itemsize
+
+    def __getitem__(self, part: slice) -> DeviceVector:
+        start, stop, _ = part.indices(len(self))
+        itemsize, count = self.buffer.dtype.itemsize, max(stop - start, 0)
+        return DeviceVector(
+            self.buffer._replace(ptr=self.buffer.ptr + start * itemsize, nbytes=count * itemsize, shape=(count,))
+        )
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.buffer.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.buffer.nbytes
+
+
+class _Shadow(MPI.Intracomm):
+    """The family's hidden communicator, as `execute` takes one."""
+
+    _channel: Channel
+    _paths: Paths
+
+
+class DeviceLink(Link):
+    """Some ranks of a communicator, on its shadow.
+
+    Args:
+        channel: of the communicator.
+        paths: the path of its point-to-point messages.
+        tag: of all messages; no other communicator of these ranks has it.
+        ranks: of the communicator, those that the link joins.
+        rank: this one's place among them.
+        op: MPI's name of the operator, "" if nothing is reduced.
+    """
+
+    def __init__(self, channel: Channel, paths: Paths, tag: int, ranks: Sequence[int], rank: int, op: str = "") -> None:
+        self._paths, self._tag, self._op = paths, tag, op
+        self._ranks = [channel.peer(r) for r in ranks]
+        self._comm = _Shadow(channel.shadow.comm)
+        self._comm._channel = Channel(channel.shadow, None, [], channel.shadow.comm.Get_size(), {})
+        self._comm._paths = paths
+        self.rank, self.size = rank, len(ranks)
+        self._scratch: list[Buffer] = []
+
+    def transfer(
+        self, sends: Sequence[tuple[DeviceVector, int]], recvs: Sequence[tuple[DeviceVector, int]]
+    ) -> None:
+        requests = [self._start("Irecv", vector, source) for vector, source in recvs if len(vector)]
+        requests += [self._start("Isend", vector, dest) for vector, dest in sends if len(vector)]
+        Request.Waitall(requests)
+
+    def _start(self, name: str, vector: DeviceVector, rank: int) -> MPI.Request:
+        arguments = [_bytes(vector.buffer)], self._ranks[rank], self._tag
+        request: MPI.Request = execute(self._comm, self._paths, OPERATIONS[name], arguments, None)
+        return request
+
+    def reduce(
+        self, into: DeviceVector, lower: DeviceVector | None = None, higher: DeviceVector | None = None
+    ) -> None:
+        if not len(into):
+            return
+        first = into if lower is None else lower
+        second = into if higher is None else higher
+        into.buffer.device.reduce(self._op, into.buffer, first.buffer, second.buffer)
+
+    def copy(self, to: DeviceVector, origin: DeviceVector) -> None:
+        if to.nbytes and to.buffer.ptr != origin.buffer.ptr:
+            to.buffer.device.copy(to.buffer.ptr, origin.buffer.ptr, to.nbytes, to.buffer.stream)
+
+    def scratch(self, count: int, like: DeviceVector) -> DeviceVector:
+        buffer = like.buffer
+        made: list[Buffer] = []
+        with buffer.device.on(buffer.stream):
+            owner = buffer.device.build("cupy", (count * buffer.dtype.itemsize,), np.dtype(np.uint8), "C", made.append)
+        if not made:
+            return like[:0]
+        found = buffer._replace(ptr=made[0].ptr, nbytes=made[0].nbytes, shape=(count,), owner=owner)
+        self._scratch.append(found)
+        return DeviceVector(found)
+
+    def close(self) -> None:
+        """Give scratch memory back once the work that is queued on it is done."""
+        for buffer in self._scratch:
+            keep(buffer.device.record(buffer.stream), buffer)
+        self._scratch.clear()
+
+
+def _bytes(buffer: Buffer) -> Buffer:
+    """Movement is bytes: MPI does not know every dtype."""
+    return buffer._replace(dtype=np.dtype(np.uint8), shape=(buffer.nbytes,))

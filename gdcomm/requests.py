@@ -13,8 +13,8 @@ import atexit
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from mpi4py import MPI
@@ -131,6 +131,16 @@ class _Progress:
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stop = False
+        self._drivers: list[None] = []  # one for each thread that polls: the thread then need not
+
+    @contextmanager
+    def driven(self) -> Iterator[None]:
+        """While the calling thread polls again and again."""
+        self._drivers.append(None)
+        try:
+            yield
+        finally:
+            self._drivers.pop()
 
     def watch(self, pending: Pending) -> None:
         with self._wake:
@@ -162,6 +172,9 @@ class _Progress:
                 if self._stop:
                     return
                 before = len(self._pending)
+            if self._drivers:
+                time.sleep(1e-3)
+                continue
             self.poll()
             with self._wake:
                 moved = len(self._pending) < before
@@ -195,10 +208,11 @@ class _Driven:
         if pending is None:
             return
         pause = 0
-        while not pending.poll():
-            progress.poll()  # a peer may wait for another of our requests
-            pause += 1
-            time.sleep(0 if pause < 200 else 5e-5)
+        with progress.driven():
+            while not pending.poll():
+                progress.poll()  # a peer may wait for another of our requests
+                pause += 1
+                time.sleep(0 if pause < 200 else 5e-5)
 
     def _check(self) -> None:
         pending = self._pending

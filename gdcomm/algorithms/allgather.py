@@ -51,7 +51,7 @@ def bruck(link: Link, vector: Vector, counts: Sequence[int], displs: Sequence[in
 
     Blocks are received where they belong, so that nothing is turned at the end: a range of blocks that goes round
     travels in two pieces. Costs lg p alpha + (p-1)/p n beta. See Bruck et al. 1997; the distances, which need not
-    be powers of two, are those of Träff 2024 (arXiv 2410.14234), and make this the mirror image of `reduce_scatter.circulant`.
+    be powers of two, are those of Träff 2024 (arXiv 2410.14234): this is `reduce_scatter.circulant` in a mirror.
     """
     rank, ranks = link.rank, link.size
     edges, work = edges_of(counts), _packed(link, vector, counts, displs)

@@ -3,8 +3,9 @@
     .venv/bin/python tests/mutation/mutate.py [--only WORD] [--excused]
 
 Each mutant is a copy of the package with one wait, synchronisation or guard of a release less. It is
-dead when `program.py` fails on some path, with the progress thread or without it. Mutants are
-found by what the code says, not where it says it.
+dead when a program fails: of local transfers and memory `transfer_program.py`, in one process; of all else
+`program.py` on two ranks, on some path, with the progress thread or without it. Mutants are found by what
+the code says, not where it says it.
 """
 
 from __future__ import annotations
@@ -25,18 +26,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PROGRAM = Path(__file__).resolve().parent / "program.py"
+PROGRAMS = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 from run import environment, mpirun  # noqa: E402
 
-# Devices' own waits and local transfers have tests of their own; partitioned operations need MPICH (mpi4py's
-# suite runs them on the emulated device there), and these programs run with Open MPI.
-SKIPPED = ("devices", "transfer", "bench", "testing.py", "__main__.py", "partitioned.py")
-# Of arrays that users hold in pinned or registered memory, which no message uses: tests/unit/test_memory_*.py.
-HELD = ("Hold.", "Registry.", "PinnedPool._make_room", "PinnedPool.note_use", "PinnedPool._settle")
-# Without the progress thread first: it is the strictest, as no thread makes up for a missing drive.
-RUNS = [(path, threads) for threads in ("serialized", "multiple") for path in ("staged", "direct")]
+# Devices' own waits have tests of their own; partitioned operations need MPICH (mpi4py's suite runs them on the
+# emulated device there), and these programs run with Open MPI.
+SKIPPED = ("devices", "bench", "testing.py", "__main__.py", "partitioned.py")
+LOCAL = ("memory", "transfer")
+# Program and arguments. Without the progress thread first: it is the strictest, as no thread makes up for a
+# missing drive.
+BETWEEN = [("program.py", path, threads) for threads in ("serialized", "multiple") for path in ("staged", "direct")]
+BETWEEN.append(("program.py", "staged", "multiple", "apart"))
+WITHIN = [("transfer_program.py",)]
 
 KINDS = {
     "synchronize": "`x.synchronize(...)` is removed: the host goes on before the stream or event is done",
@@ -51,6 +54,11 @@ KINDS = {
     "end": "`end` returns no event: a request is complete before its copies are",
     "poll": "`x.poll()` is True: a pending operation counts as done",
     "drive": "`poll()`, `_drive()`, `_drive_all()` and `watch()` are removed: nobody brings the request to its end",
+    "use": "`note_use`, `use_on` and `uses.append` are removed: memory is used again under a queued copy",
+    "keep": "`keep(...)` and appends to what is `held` or `kept` are removed: arrays go while they are copied",
+    "snapshot": "`x.snapshot(y)` is y: no copy is made before the original changes",
+    "either": "of `if a or b:` before a wait each part is False, and so is the test of a wait with an `else`",
+    "close": "`job.close()` is removed: helping threads are not waited for",
     "mpi": "`Test`, `Testall`, `Get_status`, `Wait` and `Waitall` are True: MPI is not waited for",
 }
 # Left alone: locks and the progress thread's own sleep, wake-up and join, which order threads and no data.
@@ -65,13 +73,29 @@ EXCUSED: dict[tuple[str, str, str, str], str] = {
         "progress.poll() before it drives this request too, and MPI's Test after it tells whether it is complete"
     ),
     ("requests.py", "Prequest.Free", "drive", "self._drive()"): "Wait after it drives too",
-    ("envelopes.py", "Outgoing._wait", "guard", "event is not None"): "query, called in turns with it, tests again",
-    ("envelopes.py", "Outgoing._wait", "synchronize", "event.synchronize()"): "query tests the event again",
-    ("envelopes.py", "Outgoing._wait", "mpi", "self._requests[self._done % slots].Wait()"): "query tests it again",
-    ("envelopes.py", "Incoming._wait", "mpi", "self._requests[self._done % len(self._requests)].Wait()"): (
-        "query tests it again"
+    ("envelopes.py", "Outgoing._wait", "either", "if self._copying:"): "query, called in turns with it, tests again",
+    ("envelopes.py", "Outgoing._wait", "synchronize", "self._copying[0].synchronize()"): "query tests the event again",
+    ("lanes.py", "OutMessages.wait", "mpi", "self._requests[self._done % len(self._leases)].Wait()"): (
+        "done, called in turns with it, tests the message again"
     ),
+    ("lanes.py", "InMessages.wait", "mpi", "self._requests[self._done % len(self._requests)].Wait()"): (
+        "advance, called in turns with it, tests the message again"
+    ),
+    (
+        "lanes.py",
+        "InSlots.wait",
+        "either",
+        "if first is not None and self._done + len(self._fetching) == self._pieces.chunks:",
+    ): "advance tests the event again; the pause in its place is short",
+    ("lanes.py", "InSlots.wait", "synchronize", "first.synchronize()"): "advance tests the event again",
     ("envelopes.py", "Incoming._wait", "synchronize", "event.synchronize()"): "query tests the event again",
+    ("algorithms/link.py", "HostLink.transfer", "mpi", "MPI.Request.Waitall(requests)"): (
+        "only tests/mpi/test_algorithms.py moves data by this link"
+    ),
+    ("transfer/prefetch.py", "_Pipe._move_all", "synchronize", "self.device.record(stream).synchronize()"): (
+        "copies keep what they read"
+    ),
+    ("transfer/prefetch.py", "_Pipe._move_all", "record", "self.device.record(stream)"): "copies keep what they read",
     ("targets.py", "_pack", "mpi", "request.Wait()"): "a message to ourselves that was received is sent",
     ("early.py", "receive", "mpi", "sent.Wait()"): (
         "of two such lines, the one of Sendrecv: its message has gone when the other end is served, which must be on "
@@ -83,10 +107,13 @@ EXCUSED: dict[tuple[str, str, str, str], str] = {
 
 DONE = (
     "__import__('types').SimpleNamespace(query=lambda: True, synchronize=lambda: None, _point=0, "
-    "_stream=__import__('types').SimpleNamespace(_run_to=lambda point: None))"
+    "_stream=__import__('types').SimpleNamespace(_run_to=lambda point: None, _advance=lambda point: None))"
 )
 DRIVES = ("poll", "_drive", "_drive_all", "watch")
+WAITS = ("synchronize", "wait_event", "snapshot")
+KEEPERS = ("held", "kept", "_under_way")
 REMOVED = {"synchronize": "synchronize", "wait_event": "wait_event", "ready": "ready", **dict.fromkeys(DRIVES, "drive")}
+REMOVED |= dict.fromkeys(("note_use", "_note_use", "use_on"), "use")
 TRUE = {"query": "query", "poll": "poll"}
 TRUE |= dict.fromkeys(("Test", "Testall", "Get_status", "Wait", "Waitall"), "mpi")
 
@@ -140,12 +167,25 @@ def changes(node: ast.AST, function: ast.AST | None, used: bool) -> Iterator[tup
         yield REMOVED[called(node.value)], node, "pass"
     elif isinstance(node, ast.Expr) and called(node.value) in TRUE:  # its result is not used
         yield TRUE[called(node.value)], node, "pass"
+    if isinstance(node, ast.Expr) and getattr(getattr(node.value, "func", None), "id", "") == "keep":
+        yield "keep", node, "pass"
+    if isinstance(node, ast.Expr) and called(node.value) == "append":
+        target = getattr(node.value.func, "value", None)
+        name = getattr(target, "attr", getattr(target, "id", ""))
+        if name == "uses" or name in KEEPERS:
+            yield "use" if name == "uses" else "keep", node, "pass"
+    if isinstance(node, ast.Expr) and ast.unparse(node) == "job.close()":
+        yield "close", node, "pass"
+    if isinstance(node, ast.Return) and called(node.value) == "keep":
+        yield "keep", node.value, f"Copying({ast.unparse(node.value.args[0])})"
     if isinstance(node, ast.Call):
         name = called(node)
         if name in TRUE and used:
             yield TRUE[name], node, "True"
         if name == "record":
             yield "record", node, DONE
+        if name == "snapshot":
+            yield "snapshot", node, ast.unparse(node.args[0])
         # Of the arguments, an event is the last one: release(event), _take_back(block, event).
         event = node.keywords[-1].value if node.keywords else node.args[-1] if node.args else None
         if name in ("release", "_take_back") and event is not None and not is_none(event):
@@ -153,6 +193,12 @@ def changes(node: ast.AST, function: ast.AST | None, used: bool) -> Iterator[tup
     if isinstance(node, ast.Compare) and is_event(node.left) and is_none(node.comparators[0]):
         yield "guard", node, "True" if isinstance(node.ops[0], ast.Is) else "False"
     if isinstance(node, ast.If):
+        if any(called(part) in WAITS for line in node.body for part in ast.walk(line)):
+            if isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.Or):
+                for part in node.test.values:
+                    yield "either", part, "False"
+            elif node.orelse and not (isinstance(node.test, ast.Compare) and is_event(node.test.left)):
+                yield "either", node.test, "False"
         if is_queued(node.test):
             yield "queued", node.test, "False"
         if any(isinstance(part, ast.Return) and called(part.value) == "_plain" for part in node.body):
@@ -208,21 +254,27 @@ def find(package: Path) -> list[Mutant]:
             mutant = Mutant(file, name, kind, code, first.lineno, start, stop, new)
             changed = ast.dump(ast.parse(mutant.apply(source)))
             # `def ready` of one statement and that statement are one.
-            if changed not in seen and not name.startswith(HELD):
+            if changed not in seen:
                 seen.add(changed)
                 found.append(mutant)
     return found
 
 
-def run_program(folder: Path, path: str, threads: str, watchdog: float) -> str:
-    """Run the program on the package in `folder`; how it failed, or nothing."""
+def runs(file: str) -> list[tuple[str, ...]]:
+    """The programs, with arguments, of which one must fail on a mutant of this file."""
+    return WITHIN if file.startswith(LOCAL) else BETWEEN
+
+
+def run_program(folder: Path, run: tuple[str, ...], watchdog: float) -> str:
+    """Run a program on the package in `folder`; how it failed, or nothing."""
     variables = {
         **environment(), "PYTHONPATH": str(folder), "GDCOMM_MUTANT": str(folder), "GDCOMM_WATCHDOG": str(watchdog),
         "PYTHONDONTWRITEBYTECODE": "1",
     }  # fmt: skip
     python = str(Path(sys.executable).absolute())
+    start = [python] if run in WITHIN else mpirun(python, 2)
     process = subprocess.Popen(
-        [*mpirun(python, 2), str(PROGRAM), path, threads], env=variables, cwd=folder, text=True, errors="replace",
+        [*start, str(PROGRAMS / run[0]), *run[1:]], env=variables, cwd=folder, text=True, errors="replace",
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     try:
@@ -230,7 +282,7 @@ def run_program(folder: Path, path: str, threads: str, watchdog: float) -> str:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        return "hang in MPI"
+        return "hang outside Python"
     if not process.returncode:
         return ""
     told = re.search(r"MUTANT (.*)", output)
@@ -262,17 +314,19 @@ def work(folder: Path, options: argparse.Namespace) -> tuple[int, list[str]]:
     original = folder / "original"
     shutil.copytree(options.package, original / "gdcomm", ignore=shutil.ignore_patterns("__pycache__"))
     mutants = find(original / "gdcomm")
-    slowest = 0.0
-    for path, threads in RUNS:
+    chosen = [mutant for mutant in mutants if options.only in str(mutant)]
+    watchdogs: dict[tuple[str, ...], float] = {}
+    for run in sorted({run for mutant in chosen for run in runs(mutant.file)}):
         start = time.monotonic()
-        how = run_program(original, path, threads, 60)
+        how = run_program(original, run, 60)
         if how:
-            return 0, [f"the package as it is, {path}, {threads}: {how}"]
-        slowest = max(slowest, time.monotonic() - start)
-    print(f"ok      the package as it is: {slowest:.1f} s at most; {len(mutants)} mutants", flush=True)
-    watchdog = max(8.0, 5 * slowest)
+            return 0, [f"the package as it is, {' '.join(run)}: {how}"]
+        taken = time.monotonic() - start
+        watchdogs[run] = max(8.0, 5 * taken)
+        print(f"ok      the package as it is, {' '.join(run)}: {taken:.1f} s", flush=True)
+    print(f"{len(chosen)} of {len(mutants)} mutants", flush=True)
     # Nothing found where something was means that the patterns no longer fit the code.
-    rotten = set(KINDS) - {mutant.kind for mutant in mutants} - {"wait_event"}  # only devices need that one so far
+    rotten = set(KINDS) - {mutant.kind for mutant in mutants}
     gone = sorted(set(EXCUSED) - {mutant.key for mutant in mutants})
     failures = [f"no mutant of this kind is left, change KINDS: {kind}" for kind in sorted(rotten)]
     failures += [f"excused, but no longer there: {key}" for key in gone]
@@ -283,16 +337,15 @@ def work(folder: Path, options: argparse.Namespace) -> tuple[int, list[str]]:
         target = copy / "gdcomm" / mutant.file
         target.write_bytes(mutant.apply(target.read_bytes()))
         try:
-            for path, threads in RUNS:
-                how = run_program(copy, path, threads, watchdog)
+            for run in runs(mutant.file):
+                how = run_program(copy, run, watchdogs[run])
                 if how:
-                    return mutant, f"{path}, {threads}: {how}"
+                    return mutant, f"{' '.join(run)}: {how}"
             return mutant, ""
         finally:
             shutil.rmtree(copy)
 
-    passed = 1
-    chosen = [mutant for mutant in mutants if options.only in str(mutant)]
+    passed = len(watchdogs)
     if not options.excused:
         for mutant in chosen:
             if mutant.key in EXCUSED:

@@ -1,11 +1,12 @@
 """A small program on the emulated device whose results are wrong if any wait is missing.
 
-    mpirun -n 2 python tests/mutation/program.py staged|direct [multiple|serialized]
+    mpirun -n 2 python tests/mutation/program.py staged|direct [multiple|serialized] [apart]
 
 Nothing here synchronises, except where a final result is read. Streams other than the reader's stay
 behind, so every case that says "another stream" shows that gdcomm itself has waited. With `serialized`
 gdcomm has no progress thread, which could hide a missing drive. Exits nonzero on a wrong value, an
-exception, a lease or a block that never comes back, and on a hang.
+exception, a lease or a block that never comes back, and on a hang. With `apart` the ranks share no memory, as
+on two nodes.
 """
 
 # ruff: noqa: E402 - the watchdog and mpi4py's settings go before the imports
@@ -30,7 +31,8 @@ from mpi4py import MPI
 
 import gdcomm
 import gdcomm.testing
-from gdcomm.devices.emulated import EmulatedEvent
+from gdcomm import channels
+from gdcomm.devices.emulated import EmulatedDevice, EmulatedEvent
 from gdcomm.memory.pinned import PinnedPool, Slots
 
 DEVICE = gdcomm.testing.emulate(seed=11)
@@ -363,6 +365,26 @@ def many_in_a_row(comm, peer):
             check(f"message {i} of many, {size}", y, expected, s)
 
 
+def large_in_a_row(comm, peer):
+    """Memory that the chunks of large messages pass through is used again only when they are on the device."""
+    for number in range(2):
+        arrived = []
+        for i in range(3):
+            s, out, size = stream(), stream(), 2_000_000 + i  # the sender's chunks bring only their stream on
+            x, y = queued(ramp(size, 700.0 * i + comm.rank), out), DEVICE.empty(size)
+            DEVICE.fill(y, -31.0, s)
+            if number:
+                comm.Sendrecv(Produced(x, out), peer, i, Produced(y, s), peer, i)
+            else:
+                request = comm.Isend(x, peer, i, stream=out)
+                comm.Recv(y, peer, i, stream=s)
+                request.Wait()
+            DEVICE.fill(x, -32.0, out)
+            arrived.append((i, s, y, size))
+        for i, s, y, size in reversed(arrived):
+            check(f"large message {i} of many", y, ramp(size, 700.0 * i + peer), s)
+
+
 def in_objects(comm, peer):
     """Device arrays in Python objects: the same promises."""
     for size in SIZES:
@@ -444,6 +466,7 @@ def error_before_an_envelope(comm, peer):
         comm.Send(DEVICE.empty((size, 2))[:, 0], peer, stream=s)
     y = np.empty(size)
     request = comm.Isend(strided, peer, stream=t)
+    t.synchronize()  # the first chunks are in their blocks
     s.synchronize()  # the late copies run, before the envelope is received
     comm.Barrier()
     comm.Recv(y, peer)
@@ -454,20 +477,26 @@ def error_before_an_envelope(comm, peer):
 
 @contextlib.contextmanager
 def broken_device():
-    """Every wait fails; the caller's block must fail with it."""
+    """Every wait fails; the caller's block must fail with it. Asking for its events later brings nothing on."""
 
     def fail(*_):
         raise RuntimeError("the device is in error")
 
+    def record(order):
+        event = EmulatedDevice.record(DEVICE, order)
+        event._patience = 1_000_000
+        return event
+
     working = EmulatedEvent.synchronize
     DEVICE.synchronize = EmulatedEvent.synchronize = fail
+    DEVICE.record = record
     try:
         yield
         raise WrongError("the device's error is lost")
     except RuntimeError:
         pass
     finally:
-        del DEVICE.synchronize
+        del DEVICE.synchronize, DEVICE.record
         EmulatedEvent.synchronize = working
 
 
@@ -528,13 +557,15 @@ def main():
     wanted = os.environ.get("GDCOMM_MUTANT", "/")
     if not Path(gdcomm.__file__).is_relative_to(wanted):
         raise ImportError(f"gdcomm comes from {gdcomm.__file__}, not from {wanted}")
+    if "apart" in sys.argv:
+        channels.here = lambda *_: None
     comm = gdcomm.Communicator(path=sys.argv[1])
     require("this needs two ranks", comm.size == 2)
     peer = 1 - comm.rank
     for case in (
-        blocking_both_ways, sendrecv, two_streams, collectives, layouts, mixed_ends, many_in_a_row, nonblocking,
-        completion, persistent, in_objects, other_ends_of_envelopes, exchanges_after_a_probe, error_between,
-        error_in_a_slot, error_before_an_envelope,
+        blocking_both_ways, sendrecv, two_streams, collectives, layouts, mixed_ends, many_in_a_row, large_in_a_row,
+        nonblocking, completion, persistent, in_objects, other_ends_of_envelopes, exchanges_after_a_probe,
+        error_between, error_in_a_slot, error_before_an_envelope,
     ):  # fmt: skip
         case(comm, peer)
     hits = nothing_is_left()

@@ -479,12 +479,9 @@ def test_bytes_that_each_rank_sends(ranks: int) -> None:
     assert sent("gather", "linear").sum() == sent("scatter", "linear").sum() == share
 
 
-@pytest.mark.parametrize("ranks", SIZES)
-@pytest.mark.parametrize(("operation", "name"), [(o, n) for o, ways in ALGORITHMS.items() for n in ways])
+@names(*ALGORITHMS)
 def test_time_is_what_the_model_predicts(operation: str, name: str, ranks: int) -> None:
     algorithm = ALGORITHMS[operation][name]
-    if algorithm.powers and ranks & (ranks - 1):
-        pytest.skip("powers of two only")
     for count in (5040 * 2, COUNT):
         predicted, taken = algorithm.seconds(Model(), count * 8, ranks), call(operation, name, ranks, count).seconds
         copies = 2 * count * 8 / Model().gamma  # of a rank's own block

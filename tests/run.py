@@ -156,11 +156,15 @@ def main() -> int:
         print(f"simulated nodes not tested: {check.stderr.strip()}")
         totals.skipped += 1
     else:
+        tests = ["-m", "pytest", "-q", "--color=no", "-p", "no:pytest_mpi", "tests/cluster"]
         for mpi, python in pythons.items():
             for nodes in (2, 4):
                 run = [str(ROOT / "launch/nodes"), "run", str(nodes), "-n", "4", python]
-                tests = ["-m", "pytest", "-q", "--color=no", "-p", "no:pytest_mpi", "tests/cluster"]
                 step(f"{mpi} tests/cluster, {nodes} simulated nodes, 4 ranks", [*run, *tests])
+        shaped = [str(ROOT / "launch/nodes"), "run", "2", "--rate", "1gbit", "--delay", "200us", "-n", "4"]
+        few = [*tests, "-k", "wire or large and chosen"]
+        for mpi, python in pythons.items():
+            step(f"{mpi} tests/cluster, 2 nodes, 1 Gbit/s, 200 us, 4 ranks", [*shaped, python, *few])
     step("mutation: each wait taken out is noticed", [pythons["openmpi"], "tests/mutation/mutate.py"], 900)
     sources = suite_sources(pythons["openmpi"])
     if sources is None:

@@ -25,6 +25,33 @@ _WIDEST = 16  # bytes of a word
 # are not aligned then). What `out` shares with an input is the chunk itself, which its thread has read by then.
 _REDUCE = r"""
 typedef unsigned long long u64;
+
+// float whose small numbers stay as they are: CuPy has kernels compiled so that `float` ones become zero.
+struct Single {
+    float x;
+    Single() = default;
+    __device__ Single(int whole) : x(whole) {}
+};
+#define COMPUTE(SIGN, NAME) \
+    __device__ Single operator SIGN(Single a, Single b) { \
+        Single result; \
+        asm(NAME ".rn.f32 %0, %1, %2;" : "=f"(result.x) : "f"(a.x), "f"(b.x)); \
+        return result; \
+    }
+COMPUTE(+, "add")
+COMPUTE(-, "sub")
+COMPUTE(*, "mul")
+#define COMPARE(SIGN, NAME) \
+    __device__ bool operator SIGN(Single a, Single b) { \
+        int result; \
+        asm("{\n.reg .pred is;\nsetp." NAME ".f32 is, %1, %2;\nselp.s32 %0, 1, 0, is;\n}" \
+            : "=r"(result) : "f"(a.x), "f"(b.x)); \
+        return result; \
+    }
+COMPARE(>=, "ge")
+COMPARE(<=, "le")
+COMPARE(!=, "neu")
+
 struct Half { unsigned short bits; };
 struct Bfloat { unsigned short bits; };
 template <typename Real> struct Complex { Real re, im; };
@@ -39,18 +66,26 @@ template <typename T> __device__ Complex<T> operator*(Complex<T> a, Complex<T> b
 }
 
 template <typename T> __device__ T widen(T x) { return x; }
-__device__ float widen(Half x) {
-    float wide;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
+__device__ Single widen(Half half) {
+    Single wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide.x) : "h"(half.bits));
     return wide;
 }
-__device__ float widen(Bfloat x) { return __uint_as_float((unsigned int)x.bits << 16); }
+__device__ Single widen(Bfloat x) {
+    Single wide;
+    wide.x = __uint_as_float((unsigned int)x.bits << 16);
+    return wide;
+}
 
-template <typename T> __device__ void narrow(T& to, T x) { to = x; }
-__device__ void narrow(Half& to, float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(x)); }
-__device__ void narrow(Bfloat& to, float x) {
-    unsigned int bits = __float_as_uint(x);
-    to.bits = x != x ? bits >> 16 | 0x40 : bits + 0x7fff + (bits >> 16 & 1) >> 16;
+template <typename T> __device__ void narrow(T& to, T wide) { to = wide; }
+__device__ void narrow(Half& to, Single wide) {
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(wide.x));
+    to.bits = bits;
+}
+__device__ void narrow(Bfloat& to, Single wide) {
+    unsigned int bits = __float_as_uint(wide.x);
+    to.bits = wide != wide ? bits >> 16 | 0x40 : bits + 0x7fff + (bits >> 16 & 1) >> 16;
 }
 
 __device__ ELEMENT combine(ELEMENT lower, ELEMENT higher) {
@@ -141,11 +176,11 @@ _TYPES = {
     "uint16": ("unsigned short", "unsigned short", "unsigned int"),
     "uint32": ("unsigned int", "unsigned int", "unsigned int"),
     "uint64": ("unsigned long long", "unsigned long long", "unsigned long long"),
-    "float16": ("Half", "float", "float"),
-    "bfloat16": ("Bfloat", "float", "float"),
-    "float32": ("float", "float", "float"),
+    "float16": ("Half", "Single", "Single"),
+    "bfloat16": ("Bfloat", "Single", "Single"),
+    "float32": ("Single", "Single", "Single"),
     "float64": ("double", "double", "double"),
-    "complex64": ("Complex<float>", "Complex<float>", "Complex<float>"),
+    "complex64": ("Complex<Single>", "Complex<Single>", "Complex<Single>"),
     "complex128": ("Complex<double>", "Complex<double>", "Complex<double>"),
 }
 _OPERATIONS = {

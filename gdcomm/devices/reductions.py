@@ -68,7 +68,7 @@ class Reductions(ABC):
     def reduce(self, op: str, out: Buffer, lower: Buffer, higher: Buffer) -> None:
         """Queue on `out.stream`: each element of `out` becomes that of `lower` op that of `higher`.
 
-        All three are contiguous, of one dtype and length, at any address that kernels reach: in device or
+        All three are contiguous, of one dtype and length, aligned as the dtype wants, where kernels reach: in device or
         page-locked memory, which is read when the stream gets there. `out` may be the same memory as `lower` or
         `higher`, or both; otherwise it shares none with them. It is fastest where the three addresses are alike
         modulo 16.
@@ -101,5 +101,7 @@ def require_reducible(op: str, out: Buffer, lower: Buffer, higher: Buffer) -> No
             )
         if 0 < abs(other.ptr - out.ptr) < nbytes:
             raise BufferSpecError(f"reduce: out and {name} share a part of their memory; give all of it or none")
+    if any(array.ptr % out.dtype.alignment for array in (out, lower, higher)):
+        raise BufferSpecError(f"reduce: an array is not aligned to {out.dtype.alignment} bytes; give aligned copies")
     if not (out.contiguous and lower.contiguous and higher.contiguous):
         raise BufferSpecError("reduce: the arrays are not contiguous; give packed ones")

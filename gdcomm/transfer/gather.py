@@ -12,6 +12,7 @@ from gdcomm.devices.kernels import Rows
 from gdcomm.errors import BufferSpecError
 from gdcomm.memory.pinned import note_use
 from gdcomm.memory.registered import pieces
+from gdcomm.transfer.copy import move
 from gdcomm.transfer.crossover import Crossover, crossover
 from gdcomm.transfer.leaves import fetch, fill_from, host_view, need_device
 from gdcomm.transfer.rows import gather_by_cpu
@@ -121,7 +122,7 @@ def put(
         table: as in `take`; writable.
         indices: as in `take`. Where one occurs twice, the last row wins, as in NumPy.
         values: array of shape `indices.shape + table.shape[1:]`, or one row for all; a device array has the
-            table's dtype, a host one is converted.
+            table's dtype, a host one is converted, and may be overwritten once the call returned.
         stream: orders the call; None is the current stream of the library of `values`, else `indices`, else CuPy.
         mode: "raise", "clip" or "wrap" as in `take`; "drop": rows out of range are left out. None: "raise" for host
             indices, "drop" for device indices.
@@ -381,13 +382,16 @@ def _choose(device: Device, table: _Table, rows: int) -> str:
     return method if method == "gather" or nbytes <= device.free_bytes() // 2 else "gather"
 
 
-def _upload(device: Device, handle: Any, source: _Array) -> Buffer:
-    """A device copy of a host array, made on the stream."""
+def _upload(device: Device, handle: Any, source: _Array, read: bool = False) -> Buffer:
+    """A device copy of a host array, made on the stream; `read`: page-locked memory was read on return, too."""
     made: list[Buffer] = []
 
     def fill(buffer: Any) -> None:
         made.append(buffer._replace(stream=handle, dtype=source.dtype, shape=source.shape))
-        fill_from(source, made[0])
+        if read and source.nbytes:
+            move(made[0], source, None, None)
+        else:
+            fill_from(source, made[0])
 
     with device.on(handle):  # as bytes: CuPy has not every dtype
         owner = device.build("cupy", (source.nbytes,), np.dtype(np.uint8), "C", fill)
@@ -397,7 +401,7 @@ def _upload(device: Device, handle: Any, source: _Array) -> Buffer:
 
 
 def _upload_values(device: Device, handle: Any, values: Any, chosen: _Indices, table: _Table) -> Buffer:
-    return _upload(device, handle, np.ascontiguousarray(_host_values(values, chosen, table)))
+    return _upload(device, handle, np.ascontiguousarray(_host_values(values, chosen, table)), read=True)
 
 
 def _host_values(values: Any, chosen: _Indices, table: _Table) -> _Array:

@@ -1,46 +1,30 @@
 """Ranks on several hosts: where they are, what crosses the wire, and that device arrays arrive whole.
 
-Every rank runs every test in the same order. The nodes are those of `launch/nodes`.
+The nodes are those of `launch/nodes`.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import DEVICE, HOSTS, PEER, RANK, SIZE, WORLD, wire_bytes
 from mpi4py import MPI
 
 import gdcomm
-import gdcomm.testing
 
 if "GDCOMM_SIMULATED_NODES" not in os.environ:
     pytest.skip("run: launch/nodes run 2 -n 4 python -m pytest -p no:pytest_mpi tests/cluster", allow_module_level=True)
 
 NODES = int(os.environ["GDCOMM_SIMULATED_NODES"])
-WORLD = MPI.COMM_WORLD
-RANK, SIZE = WORLD.Get_rank(), WORLD.Get_size()
-HOSTS = WORLD.allgather(MPI.Get_processor_name())
-PEER = next((r for r in range(SIZE) if HOSTS[r] != HOSTS[0]), 0)  # the first rank that is not on rank 0's node
 LENGTHS = [0, 1, 1000, 300_001]  # nothing, one packet, eager, rendezvous
-DEVICE = gdcomm.testing.emulate(seed=11)
 
 
 @pytest.fixture(params=["staged", "direct"])
 def comm(request):
     return gdcomm.Communicator(path=request.param)
-
-
-@pytest.fixture(autouse=True)
-def together(request):
-    """A rank whose test failed ends the job: the others would wait for it in the next collective."""
-    yield
-    if request.session.testsfailed:
-        print(f"rank {RANK} on {HOSTS[RANK]}: {request.node.nodeid} failed", flush=True)
-        WORLD.Abort(1)
-    WORLD.Barrier()
 
 
 def data(length, rank=RANK, dtype=np.float64):
@@ -70,11 +54,6 @@ def counts_and_starts(length):
     counts = [(rank * 37) % 101 * length for rank in range(SIZE)]
     starts = [int(start) for start in np.cumsum([0, *(count + 3 for count in counts[:-1])])]
     return counts, starts
-
-
-def wire_bytes(directory=Path("/sys/class/net")):
-    """Bytes that left this node so far. Messages within the node use `lo` or memory."""
-    return sum(int((link / "statistics/tx_bytes").read_text()) for link in directory.iterdir() if link.name != "lo")
 
 
 # Where the ranks are
@@ -237,3 +216,23 @@ def test_a_message_crosses_the_wire_once(comm):
         equal(array, data(values.size, 0))
     if RANK == 0:
         assert 1.0 * nbytes <= sent <= 1.15 * nbytes
+
+
+def test_the_wire_is_as_slow_as_asked():
+    """The latency of a message, and the time that 4 MiB take beyond what the shaper lets through at once."""
+    rate, delay = (float(os.environ.get(f"GDCOMM_SIMULATED_{name}", "0")) for name in ("RATE", "DELAY"))
+    nbytes, burst = 4 << 20, 2 * (256 << 10)
+    values, times = np.zeros(nbytes, np.uint8), []
+    for part in (values[:1], values) * 3:
+        WORLD.Barrier()
+        start = time.perf_counter()
+        if RANK == 0:
+            WORLD.Send(part, PEER)
+            WORLD.Recv(part[:1], PEER)
+        elif RANK == PEER:
+            WORLD.Recv(part, 0)
+            WORLD.Send(part[:1], 0)
+        times.append(time.perf_counter() - start)
+    if RANK == 0:
+        assert min(times[::2]) >= 2 * delay
+        assert min(times[1::2]) >= 2 * delay + ((nbytes - burst) * 8 / rate if rate else 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from gpu import cupy
+from gpu import cupy, slow
 
 import gdcomm
 
@@ -162,3 +162,17 @@ def test_a_large_memory_mapped_file(tmp_path):
     index = np.random.default_rng(0).integers(0, len(table), 15_000)
     np.testing.assert_array_equal(gdcomm.take(table, index).get(), table[index])
     np.testing.assert_array_equal(gdcomm.take(table, index, method="copy").get(), table[index])
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_host_values_may_be_overwritten_after_the_call(block):
+    count = 1 << 20
+    values = gdcomm.pinned_empty(count, np.float32)
+    values[...] = np.arange(count)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        table = cupy.zeros(count, np.float32)
+        slow()
+        gdcomm.put(table, np.arange(count), values, stream=stream, block=block)
+        values[...] = -1
+        np.testing.assert_array_equal(table.get(), np.arange(count))

@@ -130,7 +130,7 @@ def test_reduce_agrees_with_numpy(device, op, dtype, pinned):
     for count in (0, 1, 3, 1000, (1 << 20) + 7):
         lower, higher = content(dtype, count, 1), content(dtype, count, 2)
         wanted = expected(op, lower, higher)
-        offsets = (0, dtype.itemsize) if count > 1000 else (0, dtype.itemsize, 1, 8)
+        offsets = (0, dtype.itemsize) if count > 1000 else (0, dtype.itemsize, dtype.alignment, 8)
         for offset in offsets:
             a, b = Place(device, lower), Place(device, higher, offset, pinned)
             out = Place(device, np.zeros_like(lower))
@@ -152,8 +152,8 @@ def test_every_alignment(device, dtype, pinned):
     for count in (5, 333):
         lower, higher = content(dtype, count, 3), content(dtype, count, 4)
         wanted = expected("SUM", lower, higher)
-        for first in range(16):
-            for second in range(16):
+        for first in range(0, 16, dtype.alignment):
+            for second in range(0, 16, dtype.alignment):
                 a, b = Place(device, lower, first), Place(device, higher, second, pinned)
                 out = Place(device, np.zeros_like(lower), (first + (second if count == 5 else 0)) % 16)
                 device.reduce("SUM", out.buffer, a.buffer, b.buffer)
@@ -257,5 +257,8 @@ def test_what_does_not_fit_together_is_refused(device):
     whole, part = device.find(x[:8]), device.find(x[4:12])
     with pytest.raises(BufferSpecError, match="share a part"):
         device.reduce("SUM", whole, whole, part)
+    odd = whole._replace(ptr=whole.ptr + 2)
+    with pytest.raises(BufferSpecError, match="not aligned to 4 bytes"):
+        device.reduce("SUM", odd, odd, odd)
     with pytest.raises(BufferSpecError, match="no kernel reduces float32 by BAND"):
         device.reduce("BAND", whole, whole, whole)

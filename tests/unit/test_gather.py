@@ -227,6 +227,16 @@ def test_put_waits_for_the_host_table_and_sees_earlier_work(device: EmulatedDevi
     assert pageable[1] == 4
 
 
+@pytest.mark.parametrize("block", [True, False])
+def test_host_values_may_be_overwritten_after_the_call(device: EmulatedDevice, block: bool) -> None:
+    count = 20_000
+    for values in (pinned(device, np.arange(float(count))), np.arange(float(count))):
+        table = device.zeros(count)
+        gdcomm.put(table, np.arange(count), values, block=block)
+        values[:] = -1
+        assert np.array_equal(device.asnumpy(table), np.arange(count))
+
+
 def test_only_a_promise_of_unique_indices_gives_up_the_order(device: EmulatedDevice) -> None:
     table = pinned(device, np.zeros(3))
     values, index = device.array([1.0, 2.0, 3.0]), device.array(np.array([1, 1, 1]))

@@ -159,7 +159,8 @@ def test_the_table_is_complete_and_the_same_whatever_the_device(device: Emulated
 def test_values_agree_with_exact_arithmetic(device: EmulatedDevice, op: str, dtype: np.dtype[Any]) -> None:
     for count in (1, 3, 17, 257):
         lower, higher = content(dtype, count, 1), content(dtype, count, 2)
-        for offsets in ((0, 0, 0), (0, 0, dtype.itemsize), (1, 7, 13), (5, 5, 5), (8, 4, 2)):
+        for steps in ((0, 0, 0), (0, 0, dtype.itemsize // dtype.alignment), (1, 7, 13), (5, 5, 5), (8, 4, 2)):
+            offsets = [step * dtype.alignment for step in steps]
             buffers = [at_offset(device, v, o) for v, o in zip((lower, higher, lower), offsets, strict=True)]
             for out, wanted in ((2, expected(op, lower, higher)), (1, None), (0, None)):
                 whole, target = buffers[out]
@@ -307,6 +308,7 @@ def test_arrays_that_do_not_fit_together_are_refused(device: EmulatedDevice) -> 
         (described(device, whole[:9]), "72 bytes of float64"),
         (y._replace(dtype=np.dtype("i8")), "64 bytes of int64"),
         (described(device, whole[8:24:2]), "not contiguous"),
+        (y._replace(ptr=y.ptr + 4), "not aligned to 8 bytes"),
     ):
         for lower, higher in ((other, y), (y, other)):
             with pytest.raises(BufferSpecError, match=why):

@@ -29,7 +29,7 @@ from gdcomm.transports.base import split_spec
 
 __all__ = ["chosen", "collective", "limit", "shared"]
 
-SMALLEST = 256 << 10  # bytes of the message from which on the ranks ask each other
+SMALLEST = 2 << 20  # bytes of the message from which on the ranks ask each other; smaller ones are faster by MPI
 _InPlace = type(MPI.IN_PLACE)
 
 
@@ -243,7 +243,8 @@ class _Call:
     def reducible(self, vector: DeviceVector) -> bool:
         """Whether the GPU has a kernel for the operator and these elements."""
         op = name_of(self.arguments[self.operation.op])
-        return bool(op) and vector.buffer.device.reduces(op, vector.dtype)
+        buffer = vector.buffer
+        return bool(op) and not buffer.ptr % buffer.dtype.alignment and buffer.device.reduces(op, buffer.dtype)
 
 
 def _ordered(send: DeviceVector, recv: DeviceVector) -> DeviceVector:

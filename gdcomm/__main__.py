@@ -88,8 +88,8 @@ def bench(names: tuple[str, ...], **options: Any) -> None:
     """Measure operations of MPI (or `all` of them), direct against staged; or `transfer`, in one process.
 
     Data is verified at each size. Columns of operations: raw is mpi4py on NumPy arrays, host is gdcomm on the same,
-    direct and staged are device arrays (emu-: emulated, to show that the paths work, not how fast a GPU is),
-    naive is staging by hand.
+    direct and staged are device arrays (emu-: emulated, to show that the paths work, not how fast a GPU is). By hand:
+    aware is mpi4py given device arrays, pinned and naive are staging through page-locked and through new memory.
 
     `transfer` measures copies between this process and its GPU, page-locked memory, gathers and overlap beside the
     bare calls, CuPy, PyTorch and JAX. It needs no MPI, and is not part of `all`.
@@ -145,7 +145,7 @@ def _bench(names: list[str], options: dict[str, Any]) -> int:
     sizes = _sizes(options, 4 << 20)
     device = _device(options["device"], lambda here: all(world.allgather(here)))
     # mpirun's output is no terminal whose width could be asked; a table must not be folded or coloured.
-    console = Console(quiet=world.Get_rank() != 0, width=180, force_terminal=False)
+    console = Console(quiet=world.Get_rank() != 0, width=160, force_terminal=False)
     rows: list[list[Any]] = []
     figures: list[dict[str, Any]] = []
     wrong = 0

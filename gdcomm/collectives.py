@@ -7,6 +7,7 @@ Allreduce. Otherwise (host arrays on some ranks, operators or layouts that are M
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -24,6 +25,7 @@ from gdcomm.errors import NoPathError
 from gdcomm.execution import execute
 from gdcomm.links import DeviceLink, DeviceVector
 from gdcomm.operations import OPERATIONS, Operation
+from gdcomm.paths import Paths
 from gdcomm.reductions import name_of
 from gdcomm.transports.base import split_spec
 
@@ -76,6 +78,8 @@ def chosen(comm: Any, operation: Operation, nbytes: int) -> str:
     """The algorithm that device arrays of so many bytes go by; "" if it is MPI's."""
     channel = comm._channel
     if channel is None or operation.name not in _WAYS or nbytes < comm._limit or comm.Get_size() == 1:
+        return ""
+    if not _has_path(comm._paths, operation):
         return ""
     layout = _layout(comm, channel)
     return choose(_NAMES[operation.name], nbytes, comm.Get_size(), len(layout.sizes), True, layout.even)
@@ -215,20 +219,11 @@ class _Call:
         """The device array at a position; None if it is not plain, or may not travel from GPU to GPU."""
         array, rest = split_spec(self.arguments[position])
         buffer = None if array is None or isinstance(array, np.ndarray) else devices.find(array, self.stream)
-        if buffer is None or rest or not buffer.contiguous or not self._has_path():
+        if buffer is None or rest or not buffer.contiguous or not _has_path(self.comm._paths, self.operation):
             return None
         if writes:
             buffer.require_writable(self.operation.name, "buf" if position == self.operation.both else "recvbuf")
         return DeviceVector(buffer._replace(shape=(buffer.nbytes // buffer.dtype.itemsize,)))
-
-    def _has_path(self) -> bool:
-        paths = self.comm._paths
-        try:
-            if self.operation.group == "move" and paths.transport(self.operation) == "mpi":
-                return False  # MPI moves device memory itself
-            return paths.transport(OPERATIONS["Isend"]) == paths.transport(OPERATIONS["Irecv"])
-        except NoPathError:  # the error is that of MPI's way
-            return False
 
     def pair(self) -> tuple[DeviceVector | None, DeviceVector] | None:
         """What is sent (None: in place) and where it is received, of one dtype and on one stream."""
@@ -245,6 +240,17 @@ class _Call:
         op = name_of(self.arguments[self.operation.op])
         buffer = vector.buffer
         return bool(op) and not buffer.ptr % buffer.dtype.alignment and buffer.device.reduces(op, buffer.dtype)
+
+
+def _has_path(paths: Paths, operation: Operation) -> bool:
+    """Whether device messages carry the collective, and MPI does not move device memory itself."""
+    with contextlib.suppress(NoPathError):  # what moves over direct messages is direct, too
+        if operation.group == "move" and paths.transport(operation) == "mpi":
+            return False
+    try:
+        return paths.transport(OPERATIONS["Isend"]) == paths.transport(OPERATIONS["Irecv"])
+    except NoPathError:  # the error is that of MPI's way
+        return False
 
 
 def _ordered(send: DeviceVector, recv: DeviceVector) -> DeviceVector:

@@ -80,13 +80,13 @@ class _Derives(_Comm):
         if buf is not None and buffer is None:
             return f"{operation}: host (host memory goes to MPI as it is)"
         kind = "device array" if buffer is None else f"{buffer.device.kind} array of {buffer.nbytes} bytes"
-        transport, reason = choose(self._paths.path, found.group, found.form, operation, self._paths.can)
-        if transport == "mpi" and buffer is not None and not buffer.contiguous:
-            transport, reason = "staged", "a strided array is packed on the device and staged; MPI would use the CPU"
         algorithm = "" if buffer is None or not buffer.contiguous else chosen(self, found, buffer.nbytes)
         if algorithm:
             route = choose(self._paths.path, "p2p", "", "Isend", self._paths.can)[0]
             return f"{operation}: {kind} by {algorithm} over {route} messages, if all ranks bring device arrays"
+        transport, reason = choose(self._paths.path, found.group, found.form, operation, self._paths.can)
+        if transport == "mpi" and buffer is not None and not buffer.contiguous:
+            transport, reason = "staged", "a strided array is packed on the device and staged; MPI would use the CPU"
         return f"{operation}: {kind} by {transport} ({reason})"
 
     def __enter__(self: _C) -> _C:

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
 
-__all__ = ["CASES", "Case", "HostArrays"]
+from gdcomm.operations import OPERATIONS
+
+if TYPE_CHECKING:
+    from gdcomm.paths import Paths
+
+__all__ = ["CASES", "Aware", "Case", "CupyArrays", "EmulatedArrays", "HostArrays", "Naive", "Pinned"]
 
 
 class HostArrays:
@@ -74,23 +79,102 @@ class CupyArrays(HostArrays):
         self._cupy.cuda.get_current_stream().synchronize()
 
 
-class NaiveArrays:
-    """A communicator as people write it by hand: whole copies through pageable memory, nothing else."""
+class ByHand:
+    """A communicator of device arrays as people write it by hand: whole copies, MPI's own call, whole copies back."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
 
     def __getattr__(self, name: str) -> Any:
-        import cupy
-
-        method = getattr(self._comm, name)
+        operation, method, rank = OPERATIONS[name], getattr(self._comm, name), self._comm.Get_rank()
 
         def call(*arguments: Any) -> None:
-            host = [cupy.asnumpy(a) if isinstance(a, cupy.ndarray) else a for a in arguments]
-            method(*host)
-            for array, copy in zip(arguments, host, strict=True):
-                if isinstance(array, cupy.ndarray):
-                    array.set(copy)
+            at_root = rank == (arguments[operation.root] if 0 <= operation.root < len(arguments) else 0)
+            held, written = list(arguments), []
+            for position in operation.buffers:
+                array = arguments[position]
+                if operation.root_side and not at_root and position == getattr(operation, operation.root_side):
+                    held[position] = None
+                elif operation.reads(self._comm, position, arguments, False):
+                    held[position] = self.to_host(array)
+                else:
+                    held[position] = self.host_like(array)
+                    written.append(position)
+            method(*held)
+            for position in written:
+                self.to_device(arguments[position], held[position])
+
+        return call
+
+
+class Naive(ByHand):
+    """Through new pageable memory."""
+
+    def to_host(self, array: Any) -> Any:
+        import cupy
+
+        return cupy.asnumpy(array)
+
+    def host_like(self, array: Any) -> Any:
+        return np.empty(array.shape, array.dtype)
+
+    def to_device(self, array: Any, host: Any) -> None:
+        array.set(host)
+
+
+class Pinned(ByHand):
+    """Through page-locked memory that is kept, by the CUDA runtime's own calls: the shortest code there is."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        super().__init__(comm)
+        self._kept: dict[tuple[int, int], Any] = {}
+
+    def host_like(self, array: Any) -> Any:
+        import cupyx
+
+        key = array.data.ptr, array.nbytes
+        host = self._kept.get(key)
+        if host is None or host.dtype != array.dtype:
+            if len(self._kept) > 3:  # of sizes that are over
+                self._kept.clear()
+            host = self._kept[key] = cupyx.empty_like_pinned(array)
+        return host
+
+    def to_host(self, array: Any) -> Any:
+        host = self.host_like(array)
+        _copy(host.ctypes.data, array.data.ptr, array.nbytes, "memcpyDeviceToHost")
+        return host
+
+    def to_device(self, array: Any, host: Any) -> None:
+        _copy(array.data.ptr, host.ctypes.data, array.nbytes, "memcpyHostToDevice")
+
+
+def _copy(to: int, origin: int, nbytes: int, kind: str) -> None:
+    from cupy import cuda
+
+    stream = cuda.get_current_stream().ptr
+    cuda.runtime.memcpyAsync(to, origin, nbytes, getattr(cuda.runtime, kind), stream)
+    cuda.runtime.streamSynchronize(stream)
+
+
+class Aware:
+    """mpi4py handed the device arrays, where MPI is known to take them for this operation.
+
+    Args:
+        comm: mpi4py's.
+        paths: of a communicator that is direct.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, paths: Paths) -> None:
+        self._comm, self._paths, self._finish = comm, paths, CupyArrays().finish
+
+    def __getattr__(self, name: str) -> Any:
+        method, operation = getattr(self._comm, name), OPERATIONS[name]
+
+        def call(*arguments: Any) -> None:
+            self._paths.transport(operation)  # raises where it is not known
+            self._finish()
+            method(*arguments)
 
         return call
 

@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 import gdcomm
-from gdcomm.bench.cases import CASES, CupyArrays, EmulatedArrays, HostArrays, NaiveArrays
+from gdcomm.bench.cases import CASES, Aware, CupyArrays, EmulatedArrays, HostArrays, Naive, Pinned
 from gdcomm.errors import NoPathError
 from gdcomm.reductions import wire_dtype
 
@@ -58,10 +58,13 @@ def columns(device: str, world: MPI.Intracomm) -> dict[str, tuple[Any, Any]]:
         return found
     arrays = EmulatedArrays() if device == "emulated" else CupyArrays()
     prefix = "emu-" if device == "emulated" else ""
-    found[prefix + "direct"] = (gdcomm.Communicator(world, path="direct"), arrays)
+    direct = gdcomm.Communicator(world, path="direct")
+    found[prefix + "direct"] = (direct, arrays)
     found[prefix + "staged"] = (gdcomm.Communicator(world, path="staged"), arrays)
     if device == "cuda":
-        found["naive"] = (NaiveArrays(world), arrays)
+        found["aware"] = (Aware(world, direct._paths), arrays)
+        found["pinned"] = (Pinned(world), arrays)
+        found["naive"] = (Naive(world), arrays)
     return found
 
 
@@ -88,7 +91,7 @@ def _row(
     for column, (comm, arrays) in paths.items():
         case = CASES[name](comm, world, arrays, nbytes, dtype)
         figure = figures[column] = Figure(name, column, case.nbytes)
-        if column in ("raw", "naive") and wire_dtype(dtype) is not None:
+        if column in ("raw", "aware", "pinned", "naive") and wire_dtype(dtype) is not None:
             figure.why = f"mpi4py can't do {dtype}"
             continue
         if name == "p2p" and world.Get_size() < 2:

@@ -14,12 +14,12 @@ __all__ = ["plot", "print_table"]
 
 
 def print_table(rows: list[list[Figure]], title: str, console: Console) -> None:
-    """One table of one operation: a line a size; time and bus bandwidth a column; then what was left out."""
+    """One table of one operation: a line a size; median time and bus bandwidth a column; then what was left out."""
     table = Table(title=title, title_justify="left")
     table.add_column("bytes", justify="right")
     names = [figure.column for figure in rows[0]]
     for name in names:
-        table.add_column(f"{name}\nus (p10-p90)", justify="right")
+        table.add_column(f"{name}\nus", justify="right")
         table.add_column("busbw\nGB/s", justify="right")
     table.add_column("wrong", justify="right")
     notes: dict[str, str] = {}
@@ -31,7 +31,7 @@ def print_table(rows: list[list[Figure]], title: str, console: Console) -> None:
                 if figure.why:
                     notes[figure.column] = figure.why
             else:
-                cells += [f"{figure.us:.1f} ({figure.low_us:.1f}-{figure.high_us:.1f})", f"{figure.busbw:.3f}"]
+                cells += [f"{figure.us:.1f}", f"{figure.busbw:.3f}"]
         table.add_row(*cells, str(sum(figure.wrong for figure in row)))
     console.print(table)
     for column, why in notes.items():
@@ -50,7 +50,7 @@ def plot(figures: list[dict[str, Any]], path: Path, title: str) -> None:
     across = min(4, len(operations))
     down = -(-len(operations) // across)
     canvas, axes = pyplot.subplots(down, across, figsize=(4 * across, 3.2 * down), squeeze=False)
-    styles = ["o-", "s--", "^-", "v--", "d:"]
+    styles = ["o-", "s--", "^-", "v--", "d:", "x-.", "+:"]
     for panel, operation in zip(axes.flat, operations, strict=False):
         for column, style in zip(columns, styles, strict=False):
             points = [

@@ -210,3 +210,20 @@ def test_explain_names_the_algorithm(comm):
     x = device(np.zeros(1 << 20))
     assert "over staged messages" in comm.explain("Allreduce", x)
     assert "by staged" in comm.explain("Scan", x)
+
+
+def test_direct_messages_carry_collectives_that_mpi_itself_does_not_do(comm, ran, monkeypatch):
+    monkeypatch.setenv("GDCOMM_MPI_DEVICE_OPS", "p2p")
+    with gdcomm.Communicator(WORLD.Dup(), path="direct") as direct:
+        x = device(values(1000, 0, "<f4") if RANK == 0 else np.zeros(1000, "<f4"))
+        direct.Bcast(x, 0)
+        assert np.array_equal(read(x), values(1000, 0, "<f4"))
+        assert ran == ["bcast"]
+        assert "over mpi messages" in direct.explain("Bcast", x)
+        with pytest.raises(gdcomm.NoPathError, match="Scan"):
+            direct.Scan(x, x)
+    monkeypatch.setenv("GDCOMM_MPI_DEVICE_OPS", "p2p,move")
+    with gdcomm.Communicator(WORLD.Dup()) as able:
+        able.Bcast(x, 0)
+        assert ran == ["bcast"]
+        assert "by mpi" in able.explain("Bcast", x)

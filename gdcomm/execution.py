@@ -240,7 +240,8 @@ def _add_side(plan: Plan, comm: Any, paths: Paths, position: int, in_place: bool
             gaps = writes and (bool(rest) or operation.partial) and not (operation.counted and not rest)
             side = None if writes else _envelope(channel, operation, buffer, rest, plan.arguments)
             if side is None:
-                side = StagedSide(pool_of(buffer.device), buffer, rest, reads or gaps, writes)
+                chunked = expects and buffer.contiguous and not (reads or gaps)
+                side = StagedSide(pool_of(buffer.device), buffer, rest, reads or gaps, writes, chunked)
         if expects:
             _expect(plan, channel, device_target(side, buffer, rest))
     plan.sides.append(side)

@@ -15,7 +15,7 @@ from gdcomm.arenas import Arena
 from gdcomm.devices.base import Buffer, Event
 from gdcomm.envelopes import ENVELOPE, FIRST, Channel, Header, Incoming
 from gdcomm.lanes import Target
-from gdcomm.memory.pinned import pool_of
+from gdcomm.memory.pinned import Lease, pool_of
 from gdcomm.transports.base import Side, prefix, split_spec
 from gdcomm.transports.host import HostSide
 from gdcomm.transports.staged import StagedSide
@@ -63,16 +63,27 @@ class FlatTarget:
 
 
 class MirrorTarget(FlatTarget):
-    """A device array's pinned mirror: each chunk goes on to the device while the next ones come."""
+    """A device array and its mirror, which takes the envelope, and chunks that can't go to the device one by one."""
 
     def __init__(self, side: StagedSide, capacity: int) -> None:
         super().__init__(side.mirror[:capacity], side)
         self._buffer, self._whole = side.buffer, not side.buffer.contiguous
+        self._leases: dict[int, Lease] = {}  # memory of the chunks that are under way, by their offsets
+
+    def memory(self, offset: int, nbytes: int) -> Any:
+        if self._whole:
+            return super().memory(offset, nbytes)
+        lease = self._leases[offset] = pool_of(self._buffer.device).lease(nbytes)
+        return [lease.array, nbytes, MPI.BYTE]
 
     def placed(self, offset: int, nbytes: int) -> None:
-        buffer = self._buffer
-        if not self._whole:
-            buffer.device.to_device(buffer, self._memory[offset : offset + nbytes], offset)
+        if self._whole:
+            return
+        buffer, lease = self._buffer, self._leases.pop(offset, None)
+        memory = self._memory[offset : offset + nbytes] if lease is None else lease.array[:nbytes]
+        buffer.device.to_device(buffer, memory, offset)
+        if lease is not None:
+            lease.release(buffer.device.record(buffer.stream))
 
     def fetch(self, arena: Arena, memory: _Array, offset: int) -> Event | None:
         if self._whole:

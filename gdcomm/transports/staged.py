@@ -12,9 +12,27 @@ import numpy as np
 
 from gdcomm.devices.base import Buffer, Event
 from gdcomm.memory.pinned import Lease, PinnedPool
+from gdcomm.transfer.staging import upload
 from gdcomm.transports.host import memory_spec
 
-__all__ = ["StagedSide"]
+__all__ = ["LARGEST_PINNED", "StagedSide"]
+
+LARGEST_PINNED = 64 << 20  # bytes of the largest mirror that is page-locked for a message that hardly ever comes whole
+
+
+class _Pageable:
+    """A mirror that takes memory only where it is written to; as `Lease`."""
+
+    released = False
+
+    def __init__(self, nbytes: int) -> None:
+        self.array = np.empty(nbytes, np.uint8)
+        self.address = self.array.ctypes.data
+
+    def release(self, event: Event | None) -> None:
+        """Give it up; what was read of it is on the device, or in the driver's hands."""
+        self.array = np.empty(0, np.uint8)
+        self.released = True
 
 
 class StagedSide:
@@ -25,6 +43,7 @@ class StagedSide:
         rest: counts, displacements, datatype of the buffer argument, as the user gave them.
         reads: MPI reads the mirror, so it must hold the array's content.
         writes: MPI writes the mirror, so the array must receive it.
+        chunked: a large message most likely comes in chunks, and leaves most of the mirror alone.
     """
 
     __slots__ = ("_event", "_inner", "_lease", "_queued", "_reads", "buffer", "finishes", "spec")
@@ -32,11 +51,18 @@ class StagedSide:
     holds = True
 
     def __init__(
-        self, pool: PinnedPool, buffer: Buffer, rest: tuple[Any, ...], reads: bool, writes: bool
+        self,
+        pool: PinnedPool,
+        buffer: Buffer,
+        rest: tuple[Any, ...],
+        reads: bool,
+        writes: bool,
+        chunked: bool = False,
     ) -> None:
         self.buffer = buffer
         self._reads, self.finishes = reads, writes
-        self._lease: Lease = pool.lease(buffer.nbytes)
+        pageable = chunked and buffer.nbytes > LARGEST_PINNED
+        self._lease: Lease | _Pageable = _Pageable(buffer.nbytes) if pageable else pool.lease(buffer.nbytes)
         self._event: Event | None = None  # the last copy out of the mirror
         self._queued = False  # a copy into the mirror that nobody waited for yet
         self.spec, self._inner = memory_spec(
@@ -60,8 +86,11 @@ class StagedSide:
         count = buffer.nbytes if nbytes is None else min(nbytes, buffer.nbytes)
         if not self.finishes or not count:
             return None
-        whole = count == buffer.nbytes
-        buffer.device.to_device(buffer, self._lease.array if whole else self._lease.array[:count])
+        written = self._lease.array if count == buffer.nbytes else self._lease.array[:count]
+        if isinstance(self._lease, _Pageable):
+            upload(buffer._replace(nbytes=count, dtype=written.dtype, shape=written.shape), written)
+        else:
+            buffer.device.to_device(buffer, written)
         return self.mark()
 
     def mark(self) -> Event:

@@ -10,6 +10,8 @@ from mpi4py import MPI
 import gdcomm
 from gdcomm import envelopes
 from gdcomm.envelopes import ENVELOPE, SMALLEST
+from gdcomm.memory.pinned import pool_of
+from gdcomm.transports import staged
 
 WORLD = MPI.COMM_WORLD
 SIZE, RANK = WORLD.size, WORLD.rank
@@ -84,6 +86,29 @@ def test_send_and_receive(comm, sent, kind, call):
     assert len(sent) == 1
     assert np.array_equal(read(y), values(rank=LAST))
     assert (status.source, status.tag, status.Get_count(MPI.FLOAT)) == (LAST, 5, COUNT)
+
+
+@pytest.mark.parametrize("kind", ["device", "host"])
+def test_a_large_receive_takes_little_page_locked_memory(comm, monkeypatch, kind):
+    """Also if the message comes whole, from host memory."""
+    monkeypatch.setattr(staged, "LARGEST_PINNED", 1 << 20)
+    count, pool = 5 << 20, pool_of(DEVICE)
+    x, y = values(count), empty("device", count)
+    before = pool.stats()["leased"]
+    request = comm.Irecv(y, LAST, 5)
+    assert pool.stats()["leased"] - before < y.nbytes // 4
+    sending = comm.Isend(DEVICE.array(x) if kind == "device" else x, NEXT, 5)
+    assert pool.stats()["leased"] - before < y.nbytes
+    sending.Wait()
+    request.Wait()
+    assert np.array_equal(read(y), values(count, LAST))
+    part = x[: count // 3]  # shorter than the buffer
+    request = comm.Irecv(y, LAST, 5)
+    comm.Send(DEVICE.array(part) if kind == "device" else part, NEXT, 5)
+    request.Wait()
+    assert np.array_equal(read(y), np.r_[values(len(part), LAST), values(count, LAST)[len(part) :]])
+    DEVICE.synchronize(None)
+    assert pool.stats()["leased"] == before
 
 
 @KINDS

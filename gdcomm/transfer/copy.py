@@ -209,7 +209,7 @@ def _short(dst: Any, src: Any, stream: Any, block: bool | None) -> bool:
     """
     down = type(dst) is np.ndarray
     host: Array = dst if down else src
-    if type(host) is not np.ndarray or not 0 < host.nbytes <= _SMALL:
+    if type(host) is not np.ndarray or not 0 < host.nbytes <= _short_limit(block or down):
         return False
     flags, other = host.flags, src if down else dst
     if not (flags.carray if down else flags.c_contiguous):
@@ -227,6 +227,11 @@ def _short(dst: Any, src: Any, stream: Any, block: bool | None) -> bool:
     if buffer.dtype != host.dtype or buffer.shape != host.shape:
         return False
     return _small(buffer, host, not down, block)
+
+
+def _short_limit(waits: Any) -> int:
+    """Bytes up to which a copy is one call of the driver, whatever memory it is, or goes through a slot."""
+    return _BY_DRIVER if waits else _SMALL
 
 
 def _small(buffer: Buffer, host: Array, up: bool, block: bool | None) -> bool:
@@ -254,7 +259,8 @@ def _between(to: Side, source: Side, buffer: Buffer, host: Array, block: bool | 
     """Between device and host memory."""
     device, up = buffer.device, to is buffer
     plain = buffer.strides is None and host.flags.c_contiguous
-    if plain and host.nbytes <= _SMALL and block is not False and _small(buffer, host, up, block):
+    short = block is not False and host.nbytes <= _short_limit(block or not up)
+    if plain and short and _small(buffer, host, up, block):
         return None
     locked = is_locked(device, host)
     coherent = device.properties().coherent

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +17,7 @@ from mpi4py import MPI
 
 from gdcomm import devices
 from gdcomm.algorithms.choose import ALGORITHMS, NODE_ALGORITHMS, choose
-from gdcomm.algorithms.link import Sublink
+from gdcomm.algorithms.link import Link, Sublink
 from gdcomm.arguments import explain
 from gdcomm.envelopes import Channel
 from gdcomm.errors import NoPathError
@@ -81,8 +80,7 @@ def chosen(comm: Any, operation: Operation, nbytes: int) -> str:
         return ""
     if not _has_path(comm._paths, operation):
         return ""
-    layout = _layout(comm, channel)
-    return choose(_NAMES[operation.name], nbytes, comm.Get_size(), len(layout.sizes), True, layout.even)
+    return _layout(comm, channel).choose(_NAMES[operation.name], nbytes)
 
 
 # -- what the ranks must agree on ----------------------------------------------------------------
@@ -150,36 +148,52 @@ def _in_place(spec: Any) -> bool:
 Work = Callable[["_Job"], None]
 
 
+_WHOLE = ("allreduce", "bcast", "reduce")  # operations on whole vectors: nothing lies in order of ranks
+
+
 class _Layout(NamedTuple):
-    """How a communicator's ranks lie on nodes: as one where they are not in order of nodes.
+    """How a communicator's ranks lie on nodes.
 
     Args:
         sizes: ranks of each node.
         node: this rank's.
-        first: the first rank of this rank's node.
+        first: where the ranks of this node begin, in order of nodes.
+        order: the ranks in order of nodes; None if they are in that order.
     """
 
     sizes: tuple[int, ...]
     node: int
     first: int
+    order: tuple[int, ...] | None
 
     @property
     def even(self) -> bool:
         """Whether all nodes have as many ranks."""
         return len(set(self.sizes)) == 1
 
+    def of(self, operation: str) -> _Layout:
+        """The layout as an operation can use it: blocks that do not lie node by node are those of one node."""
+        if self.order is None or operation in _WHOLE:
+            return self
+        return _Layout((sum(self.sizes),), 0, 0, None)
+
+    def choose(self, operation: str, nbytes: int) -> str:
+        """The algorithm of an operation on so many bytes."""
+        sizes = self.of(operation).sizes
+        return choose(operation, nbytes, sum(sizes), len(sizes), True, len(set(sizes)) == 1)
+
 
 def _layout(comm: MPI.Intracomm, channel: Channel) -> _Layout:
     known: _Layout | None = channel.notes.get("layout")
     if known is None:
         rank, nodes = comm.Get_rank(), [channel.shadow.nodes[channel.peer(r)] for r in range(comm.Get_size())]
-        runs = [(node, len(list(run))) for node, run in groupby(nodes)]
-        sizes = tuple(size for _, size in runs)
-        if len({node for node, _ in runs}) < len(runs):
-            sizes = (len(nodes),)
-        ends = np.cumsum(sizes)
-        node = int(np.searchsorted(ends, rank, "right"))
-        known = channel.notes["layout"] = _Layout(sizes, node, int(ends[node]) - sizes[node])
+        found = list(dict.fromkeys(nodes))  # in order of their first ranks
+        order = sorted(range(len(nodes)), key=lambda r: found.index(nodes[r]))
+        sizes = tuple(nodes.count(node) for node in found)
+        node = found.index(nodes[rank])
+        in_order = order == list(range(len(nodes)))
+        known = _Layout(sizes, node, sum(sizes[:node]), None if in_order else tuple(order))
+        channel.notes["layout"] = known
     return known
 
 
@@ -191,19 +205,23 @@ class _Job(NamedTuple):
 
     def run(self, operation: str, nbytes: int, *arguments: Any) -> None:
         """Choose an algorithm and run it."""
-        link, (sizes, node, first) = self.link, self.layout
-        name = choose(operation, nbytes, link.size, len(sizes), True, self.layout.even)
+        link: Link = self.link
+        sizes, node, first, order = layout = self.layout.of(operation)
+        name = layout.choose(operation, nbytes)
         if name in ALGORITHMS[operation]:
             ALGORITHMS[operation][name].run(link, *arguments)
             return
+        if order is not None:
+            link, arguments = Sublink(link, order), (arguments[0], *map(order.index, arguments[1:]))  # the root, if any
         inner = Sublink(link, range(first, first + sizes[node]))
-        places = range(link.rank - first, link.size, sizes[node]) if self.layout.even else self._leaders()
+        places = range(link.rank - first, link.size, sizes[node]) if layout.even else _leaders(sizes)
         outer = Sublink(link, places) if link.rank in places else None
         more = (sizes, node) if name == "leaders" and operation != "allreduce" else ()
         NODE_ALGORITHMS[operation][name].run(inner, outer, *arguments, *more)
 
-    def _leaders(self) -> list[int]:
-        return [sum(self.layout.sizes[:i]) for i in range(len(self.layout.sizes))]
+
+def _leaders(sizes: Sequence[int]) -> list[int]:
+    return [sum(sizes[:i]) for i in range(len(sizes))]
 
 
 class _Call:

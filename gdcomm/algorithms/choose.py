@@ -122,6 +122,11 @@ def _chain(m: Model, n: float, p: int) -> float:
     return 0.0 if p == 1 else (p - 2 + segments) * m.steps(1, n / segments)
 
 
+def _reducing_chain(m: Model, n: float, p: int) -> float:
+    segments = bcast.segments(int(n), p)
+    return 0.0 if p == 1 else (p - 2 + segments) * m.steps(1, n / segments, n / segments)
+
+
 def _exclusive(m: Model, n: float, p: int) -> float:
     return rounds(p) * m.steps(1, n, 2 * n)
 
@@ -163,6 +168,7 @@ ALGORITHMS: Mapping[str, Mapping[str, Algorithm]] = {
     "reduce": {
         "binomial": Algorithm(reduce.binomial, _reducing_tree),
         "rabenseifner": Algorithm(reduce.rabenseifner, _reducing(_twice), commutative=True),
+        "chain": Algorithm(reduce.chain, _reducing_chain, commutative=True),
     },
     "alltoall": {
         "pairwise": Algorithm(alltoall.pairwise, _linear),
@@ -212,6 +218,10 @@ NODE_ALGORITHMS: Mapping[str, Mapping[str, NodeAlgorithm]] = {
     "bcast": {
         "hierarchical": NodeAlgorithm(hierarchical.bcast, _shares(_twice, _chain)),
         "leaders": NodeAlgorithm(leaders.bcast, _whole(_four_times, _chain)),
+    },
+    "reduce": {
+        "hierarchical": NodeAlgorithm(hierarchical.reduce, _shares(_reducing(_twice), _reducing_chain), True),
+        "leaders": NodeAlgorithm(leaders.reduce, _whole(_reducing(_four_times), _reducing_chain), True),
     },
 }
 

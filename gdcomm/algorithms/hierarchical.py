@@ -15,12 +15,14 @@ from collections.abc import Callable, Sequence
 from gdcomm.algorithms import allgather as _allgather
 from gdcomm.algorithms import allreduce as _allreduce
 from gdcomm.algorithms import bcast as _bcast
+from gdcomm.algorithms import gather as _gather
+from gdcomm.algorithms import reduce as _reduce
 from gdcomm.algorithms import reduce_scatter as _reduce_scatter
 from gdcomm.algorithms import scatter as _scatter
 from gdcomm.algorithms.link import Link, Vector
 from gdcomm.algorithms.parts import balanced, blocks
 
-__all__ = ["allgather", "allreduce", "bcast", "reduce_scatter"]
+__all__ = ["allgather", "allreduce", "bcast", "reduce", "reduce_scatter"]
 
 
 def allreduce(
@@ -57,6 +59,26 @@ def bcast(
         _scatter.in_place(inner, vector, counts, place)
     across(outer, blocks(vector, counts)[inner.rank], node)
     _allgather.bruck(inner, vector, counts)
+
+
+def reduce(
+    inner: Link, outer: Link, vector: Vector, root: int = 0, across: Callable[[Link, Vector, int], None] = _reduce.chain
+) -> None:
+    """Reduce-scatter inside the node, reduce each share across, gather inside the root's node.
+
+    Before, `vector` is this rank's contribution; after, the result on the root, and means nothing on others. No node
+    sends more than n, the root's nothing.
+
+    Args:
+        root: its rank, numbered through the nodes.
+        across: the reduction of the shares.
+    """
+    node, place = divmod(root, inner.size)
+    counts = balanced(len(vector), inner.size)
+    _reduce_scatter.circulant(inner, vector, counts)
+    across(outer, blocks(vector, counts)[inner.rank], node)
+    if outer.rank == node:
+        _gather.in_place(inner, vector, counts, place)
 
 
 def allgather(inner: Link, outer: Link, vector: Vector, counts: Sequence[int]) -> None:

@@ -21,7 +21,7 @@ from gdcomm.algorithms import scatter as _scatter
 from gdcomm.algorithms.link import Link, Vector
 from gdcomm.algorithms.parts import blocks, edges_of
 
-__all__ = ["allgather", "allreduce", "bcast", "reduce_scatter"]
+__all__ = ["allgather", "allreduce", "bcast", "reduce", "reduce_scatter"]
 
 
 def allreduce(inner: Link, outer: Link | None, vector: Vector) -> None:
@@ -47,6 +47,19 @@ def bcast(inner: Link, outer: Link | None, vector: Vector, root: int, sizes: Seq
         _bcast.chain(outer, vector, of_root)
     if node != of_root:
         _bcast.scatter_allgather(inner, vector)
+
+
+def reduce(inner: Link, outer: Link | None, vector: Vector, root: int, sizes: Sequence[int], node: int) -> None:
+    """Reduce to the leader, across to the leader of the root's node, and pass the result on to the root.
+
+    Before, `vector` is this rank's contribution; after, the result on the root, and means nothing on others.
+    """
+    of_root, place = _whereabouts(root, sizes)
+    _reduce.rabenseifner(inner, vector)
+    if outer is not None:
+        _reduce.chain(outer, vector, of_root)
+    if node == of_root and place:
+        inner.transfer([(vector, place)] if inner.rank == 0 else [], [(vector, 0)] if inner.rank == place else [])
 
 
 def allgather(

@@ -7,10 +7,11 @@ others. Every element is reduced in one order, on one rank. Costs are of n bytes
 from __future__ import annotations
 
 from gdcomm.algorithms import gather, reduce_scatter
+from gdcomm.algorithms.bcast import segments
 from gdcomm.algorithms.link import Link, Vector
-from gdcomm.algorithms.parts import balanced, tree
+from gdcomm.algorithms.parts import balanced, blocks, tree
 
-__all__ = ["binomial", "rabenseifner"]
+__all__ = ["binomial", "chain", "rabenseifner"]
 
 
 def binomial(link: Link, vector: Vector, root: int = 0) -> None:
@@ -41,3 +42,20 @@ def rabenseifner(link: Link, vector: Vector, root: int = 0) -> None:
     scatter = reduce_scatter.circulant if link.size & (link.size - 1) else reduce_scatter.halving
     scatter(link, vector, counts)
     gather.in_place(link, vector, counts, root)
+
+
+def chain(link: Link, vector: Vector, root: int = 0) -> None:
+    """Pass segments on from rank to rank, down to the root, each adding its own: the longest vectors.
+
+    `bcast.chain` turned round, for commutative operators. Costs (p - 2 + k) (alpha + n/k beta + n/k gamma) for k
+    segments, and scratch of one; no rank sends more than n.
+    """
+    rank, ranks = link.rank, link.size
+    before, after = (rank - 1) % ranks, (rank + 1) % ranks
+    pieces = blocks(vector, balanced(len(vector), segments(vector.nbytes, ranks)))
+    scratch = link.scratch(0 if after == root else len(pieces[0]), vector)
+    for coming, going in zip([*pieces, None], [None, *pieces], strict=True):
+        arrived = None if coming is None or after == root else scratch[: len(coming)]
+        link.exchange(None if rank == root else going, before, arrived, after)
+        if arrived is not None:
+            link.reduce(coming, higher=arrived)

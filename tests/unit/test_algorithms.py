@@ -475,6 +475,8 @@ def test_bytes_that_each_rank_sends(ranks: int) -> None:
     assert sent("bcast", "scatter_allgather").max() == 2 * share
     assert sent("reduce", "binomial").max() == N
     assert sent("reduce", "rabenseifner").max() <= 2 * share
+    assert sent("reduce", "chain").sum() == (ranks - 1) * N
+    assert sent("reduce", "chain").max() == N
     assert sent("scan", "inclusive").sum() == N * sum(ranks - (1 << k) for k in range(lg(ranks)))
     assert sent("gather", "linear").sum() == sent("scatter", "linear").sum() == share
 
@@ -580,6 +582,9 @@ def test_nodes(sizes: list[int], count: int) -> None:
             vector = inputs[link.rank].copy()
             node_call("bcast", link, sizes, vector, root)
             assert_equal(vector, inputs[root])
+            node_call("reduce", link, sizes, vector := inputs[link.rank].copy(), root)
+            if link.rank == root:
+                assert_equal(vector, total, bound)
         return summed
 
     runs = [World(ranks, np.add, seed).run(work) for seed in (None, 3)]
@@ -592,7 +597,7 @@ def test_nodes(sizes: list[int], count: int) -> None:
 def test_bytes_between_nodes(operation: str, sizes: list[int]) -> None:
     ranks, nodes = sum(sizes), len(sizes)
     counts = parts.balanced(COUNT, ranks)
-    arguments = {"allreduce": [], "bcast": [0]}.get(operation, [counts])
+    arguments = {"allreduce": [], "bcast": [0], "reduce": [0]}.get(operation, [counts])
     world = World(ranks)
     world.run(lambda link: node_call(operation, link, sizes, np.ones(COUNT), *arguments))
     left = crossing(world, sizes)
@@ -603,7 +608,7 @@ def test_bytes_between_nodes(operation: str, sizes: list[int]) -> None:
     if operation == "bcast":
         assert inside <= sum((size - 1 + lg(size) / 2) * N for size in sizes), "one pass"
     if len(set(sizes)) == 1:  # all nodes, and all ranks of a node, have an equal part in it
-        each = N if operation == "bcast" and nodes > 1 else least / nodes
+        each = N if operation in ("bcast", "reduce") and nodes > 1 else least / nodes
         assert left.max() <= 1.05 * each
         node = nodes_of(sizes)
         out = (world.bytes * (node[:, None] != node[None, :])).sum(1)
@@ -615,7 +620,7 @@ def test_bytes_between_nodes(operation: str, sizes: list[int]) -> None:
 def test_time_over_nodes_is_what_the_model_predicts(operation: str, sizes: list[int]) -> None:
     model = Model(alpha_across=Model().alpha, bandwidth_across=Model().bandwidth)
     ranks, nodes = sum(sizes), len(sizes)
-    arguments = {"allreduce": [], "bcast": [0]}.get(operation, [parts.balanced(COUNT, ranks)])
+    arguments = {"allreduce": [], "bcast": [0], "reduce": [0]}.get(operation, [parts.balanced(COUNT, ranks)])
     world = World(ranks, model=model)
     world.run(lambda link: node_call(operation, link, sizes, np.ones(COUNT), *arguments))
     predicted = NODE_ALGORITHMS[operation]["hierarchical"].seconds(model, N, sizes[0], nodes)

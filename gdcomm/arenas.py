@@ -15,9 +15,9 @@ import mmap
 import os
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from gdcomm.devices.base import Device
 from gdcomm.errors import DeviceError
 from gdcomm.memory.registered import registry_of
 
-__all__ = ["SLOT", "Address", "Arena", "Box", "Peer", "here", "own", "visible"]
+__all__ = ["SLOT", "Address", "Arena", "Box", "Peer", "here", "once", "own", "visible"]
 
 SLOT = 4 << 20  # bytes of a slot: the most of a chunk
 SLOTS = 8
@@ -37,6 +37,20 @@ _FIRST_BOX = 4096
 _WORDS = 16  # of a box, in two cache lines: one that the receiver writes, one that the sender writes
 _ACCEPTED, _CONSUMED, _PRODUCED, _RING = 0, 1, 8, 9
 _Array = np.ndarray[Any, Any]
+_T = TypeVar("_T")
+
+
+def once(function: Callable[..., _T]) -> Callable[..., _T]:
+    """`functools.cache` for what must be made once, also if threads ask for it at the same time."""
+    cached, lock = functools.cache(function), threading.RLock()
+
+    @functools.wraps(function)
+    def locked(*arguments: Any) -> _T:
+        with lock:
+            return cached(*arguments)
+
+    locked.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
+    return locked
 
 
 class Address(NamedTuple):
@@ -142,9 +156,14 @@ class Box:
         self._consumed = count
         return count
 
-    def close(self) -> None:
-        """All chunks are consumed. A box or slot that the receiver may still use, after an error, is lost."""
-        if not self._held:
+    def close(self, through: bool) -> None:
+        """Give the box back.
+
+        Args:
+            through: all chunks are consumed, or nobody knows of the box; otherwise, after an error, it is lost, with
+                its slots: the receiver may still use it.
+        """
+        if through and not self._held:
             self._arena.give_back(self.number)
 
 
@@ -178,7 +197,7 @@ class Peer:
 # -- finding one another -------------------------------------------------------------------------
 
 
-@functools.cache
+@once
 def _file() -> tuple[int, bytes] | None:
     """The file of this process's arena and its token; None where there are no such files."""
     if not hasattr(os, "memfd_create"):
@@ -205,7 +224,7 @@ def here() -> Address | None:
     return Address(f"{boot} {socket.gethostname()}", os.getpid(), *file)
 
 
-@functools.cache
+@once
 def own() -> _Own | None:
     """This process's arena; None if there is none, or no memory for it."""
     file = _file()
@@ -233,7 +252,7 @@ def _path(address: Address) -> str:
     return f"/proc/{address.pid}/fd/{address.fd}"
 
 
-@functools.cache
+@once
 def _opened(address: Address) -> Arena:
     with open(_path(address), "r+b", buffering=0) as file:
         return Arena(file.fileno())

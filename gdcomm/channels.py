@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from typing import NamedTuple, cast
 
 from mpi4py import MPI
 
 from gdcomm import devices
-from gdcomm.arenas import Address, here, visible
+from gdcomm.arenas import Address, here, once, visible
 from gdcomm.envelopes import Channel, Shadow
 
 __all__ = ["channel_of", "facts", "open_channel"]
@@ -27,7 +26,7 @@ def facts() -> _Facts:
     return _Facts(MPI.Query_thread() == MPI.THREAD_MULTIPLE, devices.possible(), os.urandom(16), here())
 
 
-@functools.cache
+@once
 def _key() -> int:
     return MPI.Comm.Create_keyval()
 

@@ -388,8 +388,13 @@ def _job(comm: Any, channel: Channel, operation: Operation, arguments: Sequence[
 
 
 def _agree_tag(comm: MPI.Intracomm, channel: Channel) -> int:
-    """A tag that no other communicator has in which two of these ranks meet."""
+    """A tag that no other communicator has in which two of these ranks meet, also if threads agree on several."""
     shadow, highest = channel.shadow, np.zeros(1, np.int64)
-    MPI.Intracomm.Allreduce(comm, np.array([shadow.tags_taken], np.int64), highest, MPI.MAX)
-    shadow.tags_taken = int(highest[0]) + 1
-    return shadow.tags_taken % shadow.last_tag
+    while True:
+        MPI.Intracomm.Allreduce(comm, np.array([shadow.tags_taken + 1], np.int64), highest, MPI.MAX)
+        tag = int(highest[0])
+        with shadow.lock:
+            free = tag > shadow.tags_taken
+            shadow.tags_taken = max(tag, shadow.tags_taken)
+        if _all(comm, free):
+            return tag % shadow.last_tag

@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from gdcomm.arguments import explain
+from gdcomm import devices
+from gdcomm.arguments import ArgumentError, explain
 from gdcomm.envelopes import ENVELOPE, Channel, Header, Incoming
 from gdcomm.execution import execute
 from gdcomm.operations import OPERATIONS, REQUEST
 from gdcomm.paths import Paths
 from gdcomm.requests import completed
 from gdcomm.targets import Arrival, FlatTarget, to_ourselves
+from gdcomm.transports.base import split_spec
 
 __all__ = ["Early", "deliver", "find", "irecv", "kept", "plain_only", "pop", "receive"]
 
@@ -148,6 +150,14 @@ def deliver(item: Early, recvbuf: Any, status: MPI.Status | None, stream: Any, c
         complete: the data must be in place for every stream, as for a request.
     """
     data = item.data()
+    array, rest = split_spec(recvbuf)
+    capacity = None if rest or array is None else getattr(devices.find(array, stream) or array, "nbytes", None)
+    if capacity is not None and capacity < len(data):  # Open MPI may crash when it truncates what it sends to itself
+        raise ArgumentError(
+            MPI.ERR_TRUNCATE,
+            f"the message of {len(data)} bytes is longer than the receive buffer of {capacity} bytes; it is lost. "
+            "Give a larger buffer, or ask Probe for the size first",
+        )
     with to_ourselves() as own:
         sent = own.Isend([data, MPI.BYTE], 0, 0)
         try:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 import struct
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -105,7 +106,8 @@ class Shadow:
         self._secret = secret
         limit = comm.Get_attr(MPI.TAG_UB)
         self.last_tag = (limit if isinstance(limit, int) else 32767) // 2  # of collectives; the rest is for chunks
-        self.tags_taken = 0
+        self.tags_taken = 0  # the last one of collectives
+        self.lock = threading.Lock()
         self._tags = itertools.cycle(range(self.last_tag + 1, 2 * self.last_tag))
 
     def box(self, dest: int, device: Device) -> Box | None:
@@ -254,7 +256,8 @@ class Outgoing(Pump):
             return
         self._envelope.array[FIRST:] = 0  # a header must not be found again in recycled memory
         self._envelope.release(self._last)
-        self._lane.close(self._last)
+        begun = self._last is not None
+        self._lane.close(self._last, not begun or self._lane.done() == self._header.chunks)
 
 
 class Incoming(Pump):
@@ -270,6 +273,8 @@ class Incoming(Pump):
         self.header = header
         self._fits = header.total <= target.capacity
         self._target: Target = target if self._fits else _Sink()
+        if not self._fits:
+            target.erase()
         self._lane: InLane
         address = shadow.arenas[header.source] if header.box else None
         if address is not None:
@@ -316,6 +321,9 @@ class _Sink:
 
     def end_of_envelope(self) -> bytes:
         return b""
+
+    def erase(self) -> None:
+        pass
 
     def memory(self, offset: int, nbytes: int) -> Any:
         return [np.empty(nbytes, np.uint8), MPI.BYTE]

@@ -42,6 +42,9 @@ class Target(Protocol):
     def end_of_envelope(self) -> bytes:
         """What arrived where an envelope has its header."""
 
+    def erase(self) -> None:
+        """Clear the header: it must not be found again in the memory of a message that did not fit."""
+
     def memory(self, offset: int, nbytes: int) -> Any:
         """The buffer argument by which MPI writes these bytes."""
 
@@ -70,8 +73,12 @@ class OutLane(Protocol):
     def wait(self) -> None:
         """Block until something may have changed."""
 
-    def close(self, event: Event | None) -> None:
-        """Give the memory back, `event` being behind the last copy to it."""
+    def close(self, event: Event | None, through: bool) -> None:
+        """Give the memory back, `event` being behind the last copy to it.
+
+        Args:
+            through: all chunks are done with, or the receiver knows nothing of the message.
+        """
 
 
 class InLane(Protocol):
@@ -121,7 +128,7 @@ class OutMessages:
         if self._done < self._sent:
             self._requests[self._done % len(self._leases)].Wait()
 
-    def close(self, event: Event | None) -> None:
+    def close(self, event: Event | None, through: bool) -> None:
         """A block that MPI still reads, after an error, is lost to the pool."""
         for lease, request in zip(self._leases, self._requests, strict=True):
             if request == MPI.REQUEST_NULL and not lease.released:
@@ -202,8 +209,8 @@ class OutSlots:
     def wait(self) -> None:
         self._patience.pause()
 
-    def close(self, event: Event | None) -> None:
-        self._box.close()
+    def close(self, event: Event | None, through: bool) -> None:
+        self._box.close(through)
 
 
 class InSlots:

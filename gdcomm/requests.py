@@ -105,7 +105,7 @@ class Pending:
                 self._work.close()
         except BaseException as error:
             self.error = self.error or error
-        self._work = None
+        self._work, self._events = None, []  # they hold the user's arrays
         self.grequest.Complete()
         self.done = True  # last: whoever sees it may complete the handle
 

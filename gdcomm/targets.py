@@ -43,6 +43,9 @@ class FlatTarget:
     def end_of_envelope(self) -> bytes:
         return self._memory[FIRST:ENVELOPE].tobytes()
 
+    def erase(self) -> None:
+        self._memory[FIRST:ENVELOPE] = 0
+
     def memory(self, offset: int, nbytes: int) -> Any:
         return [self._memory[offset : offset + nbytes], MPI.BYTE]
 
@@ -111,6 +114,13 @@ class DirectTarget:
         buffer.device.synchronize(buffer.stream)
         return end.tobytes()
 
+    def erase(self) -> None:
+        buffer = self._buffer
+        slot = pool_of(buffer.device).slots().take()
+        slot.array[: ENVELOPE - FIRST] = 0
+        buffer.device.to_device(buffer, slot.array[: ENVELOPE - FIRST], FIRST)
+        slot.event = buffer.device.record(buffer.stream)
+
     def memory(self, offset: int, nbytes: int) -> Any:
         return [MPI.buffer.fromaddress(self._buffer.ptr + offset, nbytes), MPI.BYTE]
 
@@ -162,11 +172,11 @@ _lock = threading.Lock()
 
 @contextmanager
 def to_ourselves() -> Iterator[Any]:
-    """A communicator of this process alone, for one message at a time."""
-    with _lock:
-        if not _own:
-            _own.append(_Own(MPI.COMM_SELF.Dup()))
-        yield _own[0]
+    """A communicator of this process alone, which nobody else uses meanwhile. After an error it is given up."""
+    with _lock:  # held for no longer: whoever waits for a message may have to drive one that comes here, too
+        own = _own.pop() if _own else _Own(MPI.COMM_SELF.Dup())
+    yield own
+    _own.append(own)
 
 
 def _pack(spec: Any) -> _Array:

@@ -179,8 +179,8 @@ class _Layout(NamedTuple):
 
     def choose(self, operation: str, nbytes: int) -> str:
         """The algorithm of an operation on so many bytes."""
-        sizes = self.of(operation).sizes
-        return choose(operation, nbytes, sum(sizes), len(sizes), True, len(set(sizes)) == 1)
+        layout = self.of(operation)
+        return choose(operation, nbytes, sum(layout.sizes), len(layout.sizes), True, layout.even)
 
 
 def _layout(comm: MPI.Intracomm, channel: Channel) -> _Layout:

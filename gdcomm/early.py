@@ -12,8 +12,8 @@ import numpy as np
 from mpi4py import MPI
 
 from gdcomm import devices
-from gdcomm.arguments import ArgumentError, explain
-from gdcomm.envelopes import ENVELOPE, Channel, Header, Incoming
+from gdcomm.arguments import explain
+from gdcomm.envelopes import ENVELOPE, Channel, Header, Incoming, too_long
 from gdcomm.execution import execute
 from gdcomm.operations import OPERATIONS, REQUEST
 from gdcomm.paths import Paths
@@ -153,11 +153,7 @@ def deliver(item: Early, recvbuf: Any, status: MPI.Status | None, stream: Any, c
     array, rest = split_spec(recvbuf)
     capacity = None if rest or array is None else getattr(devices.find(array, stream) or array, "nbytes", None)
     if capacity is not None and capacity < len(data):  # Open MPI may crash when it truncates what it sends to itself
-        raise ArgumentError(
-            MPI.ERR_TRUNCATE,
-            f"the message of {len(data)} bytes is longer than the receive buffer of {capacity} bytes; it is lost. "
-            "Give a larger buffer, or ask Probe for the size first",
-        )
+        raise too_long(len(data))
     with to_ourselves() as own:
         sent = own.Isend([data, MPI.BYTE], 0, 0)
         try:

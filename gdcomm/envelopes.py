@@ -31,7 +31,9 @@ from gdcomm.devices.base import Buffer, Device, Event
 from gdcomm.lanes import InLane, InMessages, InSlots, OutLane, OutMessages, OutSlots, Target
 from gdcomm.memory.pinned import Lease, pool_of
 
-__all__ = ["ENVELOPE", "FIRST", "SLICE", "SMALLEST", "Channel", "Header", "Incoming", "Outgoing", "Pump", "Shadow"]
+__all__ = [
+    "ENVELOPE", "FIRST", "SLICE", "SMALLEST", "Channel", "Header", "Incoming", "Outgoing", "Pump", "Shadow", "too_long",
+]  # fmt: skip
 
 ENVELOPE = 1093 * 96  # bytes: whole elements of most types, a length that few messages have, and more than `Slots.SIZE`
 SMALLEST = 2 << 20  # bytes of the smallest message that goes this way
@@ -160,6 +162,15 @@ class Channel(NamedTuple):
         own.Free()
         theirs.Free()
         return Channel(self.shadow, None if ranks == list(range(len(ranks))) else ranks, [], len(ranks), {})
+
+
+def too_long(nbytes: int) -> ArgumentError:
+    """The error of a message that does not fit."""
+    return ArgumentError(
+        MPI.ERR_TRUNCATE,
+        f"the message of {nbytes} bytes is longer than the receive buffer; it is lost. "
+        "Give a larger buffer, or ask Probe for the size first",
+    )
 
 
 class Pump:
@@ -291,11 +302,7 @@ class Incoming(Pump):
             if not self._lane.advance():
                 return False
             if not self._fits:
-                raise ArgumentError(
-                    MPI.ERR_TRUNCATE,
-                    f"the message of {self.header.total} bytes is longer than the receive buffer; it is lost. "
-                    "Give a larger buffer, or ask Probe for the size first",
-                )
+                raise too_long(self.header.total)
             self._events = self._target.finish(self.header.total)
         return all(event.query() for event in self._events)
 

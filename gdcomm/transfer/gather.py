@@ -12,7 +12,6 @@ from gdcomm.devices.kernels import Rows
 from gdcomm.errors import BufferSpecError
 from gdcomm.memory.pinned import note_use
 from gdcomm.memory.registered import pieces
-from gdcomm.transfer.copy import move
 from gdcomm.transfer.crossover import Crossover, crossover
 from gdcomm.transfer.leaves import fetch, fill_from, host_view, need_device
 from gdcomm.transfer.rows import gather_by_cpu
@@ -383,15 +382,12 @@ def _choose(device: Device, table: _Table, rows: int) -> str:
 
 
 def _upload(device: Device, handle: Any, source: _Array, read: bool = False) -> Buffer:
-    """A device copy of a host array, made on the stream; `read`: page-locked memory was read on return, too."""
+    """A device copy of a host array, made on the stream; `read` as in `fill_from`."""
     made: list[Buffer] = []
 
     def fill(buffer: Any) -> None:
         made.append(buffer._replace(stream=handle, dtype=source.dtype, shape=source.shape))
-        if read and source.nbytes:
-            move(made[0], source, None, None)
-        else:
-            fill_from(source, made[0])
+        fill_from(source, made[0], read)
 
     with device.on(handle):  # as bytes: CuPy has not every dtype
         owner = device.build("cupy", (source.nbytes,), np.dtype(np.uint8), "C", fill)

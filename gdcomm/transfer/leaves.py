@@ -53,13 +53,18 @@ def host_view(obj: Any) -> np.ndarray[Any, Any] | None:
     return host if isinstance(host, np.ndarray) else None
 
 
-def fill_from(source: np.ndarray[Any, Any], buffer: Buffer) -> None:
+def fill_from(source: np.ndarray[Any, Any], buffer: Buffer, read: bool = False) -> None:
     """Queue the copy of a host array to a contiguous device buffer of its shape and dtype, on the buffer's stream.
 
     Page-locked memory of more than 64 KiB is read when the stream gets there, other memory before this returns.
+
+    Args:
+        source: the host array.
+        buffer: its device buffer.
+        read: page-locked memory was read on return, too.
     """
     if source.nbytes:
-        move(buffer, source, None, None if source.nbytes <= Slots.SIZE else False)
+        move(buffer, source, None, None if read or source.nbytes <= Slots.SIZE else False)
 
 
 def fetch(buffer: Buffer) -> np.ndarray[Any, Any]:

@@ -170,7 +170,7 @@ def test_block_false_tells_when_it_is_done():
 def test_torch():
     torch = pytest.importorskip("torch", reason="needs PyTorch")
     if not torch.cuda.is_available():
-        pytest.skip("this PyTorch can't use the GPU")
+        pytest.skip("this PyTorch can't use the GPU: install a build for CUDA")
     for n in (3, 3_000_000):
         for kind in (torch.float32, torch.bfloat16, torch.int64):
             cpu = (torch.arange(n) % 100).to(kind)

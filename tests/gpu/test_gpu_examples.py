@@ -19,7 +19,7 @@ def test_example(name):
     if name.startswith("torch"):
         torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
         if not torch.cuda.is_available():
-            pytest.skip("needs a PyTorch that reaches the GPU")
+            pytest.skip("needs a PyTorch that reaches the GPU: install a build for CUDA")
     runpy.run_path(str(DOCS / "examples" / f"{name}.py"))["main"]()
 
 

@@ -276,7 +276,7 @@ def test_kinds_of_device_memory(device):
 
 
 def test_kinds_of_torch_memory():
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     for dtype in (torch.float32, torch.bfloat16, torch.bool):
         tensor = torch.zeros(100, dtype=dtype)
         assert gdcomm.memory_kind(tensor) == "pageable"

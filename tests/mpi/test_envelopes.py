@@ -422,10 +422,8 @@ def test_pinned_memory_is_bounded_at_the_sender(comm):
     assert y.all()
 
 
-def test_first_large_sends_of_several_threads(comm, lane):
+def test_first_large_sends_of_several_threads(comm):
     """The arena is made once, whoever comes first: in a process that has sent none yet."""
-    if lane == "messages":
-        pytest.skip("messages need no arena")
     arenas.own.cache_clear()
     threads, count = 4, COUNT
     arrays = [empty("device") for _ in range(threads)]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from checks import Produced, WrongError
 
 import gdcomm
 from gdcomm import devices
@@ -21,14 +22,10 @@ from gdcomm.memory import pinned
 from gdcomm.memory.pages import PAGE
 from gdcomm.transfer import batch, crew, rows, staging
 
-__all__ = ["Produced", "Sequence", "StrictDevice", "WrongError", "install", "locked", "on_own_pages"]
+__all__ = ["Sequence", "StrictDevice", "install", "locked", "on_own_pages"]
 
 TINY = {"threads": 3, "smallest": 4096, "largest": 4096, "slots": 4}  # so that short arrays take many turns
 SHAPES = [(20, 12), (100, 90)]  # below and above what goes through a thread's own slot
-
-
-class WrongError(AssertionError):
-    """A result is not what gdcomm promises."""
 
 
 class StrictDevice(EmulatedDevice):
@@ -109,14 +106,6 @@ def on_own_pages(values: Any) -> Any:
     made = block[-block.ctypes.data % PAGE :][: values.nbytes].view(values.dtype).reshape(values.shape)
     made[...] = values
     return made
-
-
-class Produced:
-    """A device array whose interface names its stream, as arrays of several libraries do."""
-
-    def __init__(self, array: Any, stream: Any) -> None:
-        self._array, self.dtype, self.shape = array, array.dtype, array.shape
-        self.__cuda_array_interface__ = {**array.__cuda_array_interface__, "stream": stream.ptr}
 
 
 @dataclass

@@ -333,7 +333,7 @@ def test_auto_does_as_the_crossover_says_within_the_memory(device: EmulatedDevic
     copied: list[int] = []
     plain = gather.fill_from
     monkeypatch.setattr(
-        gather, "fill_from", lambda source, buffer: (copied.append(source.nbytes), plain(source, buffer))
+        gather, "fill_from", lambda source, *more: (copied.append(source.nbytes), plain(source, *more))
     )
     gdcomm.take(table, every[:10])
     assert copied == []

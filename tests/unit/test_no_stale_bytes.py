@@ -19,7 +19,8 @@ from gdcomm.transfer import batch, copy, crew, rows, staging
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "mutation"))
 
-from sequences import Sequence, StrictDevice, WrongError, install
+from checks import WrongError
+from sequences import Sequence, StrictDevice, install
 
 CHANGED = [(staging, "plan"), (rows, "SLOT_NBYTES"), (rows, "THREADS"), (batch, "_BLOCK")]  # by `install`
 

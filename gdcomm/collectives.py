@@ -3,150 +3,140 @@
 MPI's own collectives move host memory, and reduce it by one core. Here device arrays of some size go by the
 algorithms of `gdcomm.algorithms`, if *all* ranks bring such arrays: they ask each other first, by one small
 Allreduce. Otherwise (host arrays on some ranks, operators or layouts that are MPI's business) the collective is MPI's.
+
+Whether they ask is decided by the bytes of the whole message, which every rank knows. Of Alltoallv, Gatherv and
+Scatterv none does: there they ask each time, however little there is to send and wherever it lies, and learn the
+size from the answer. So these three cost NumPy arrays the Allreduce too, where a device message could go by an
+algorithm at all: not where no rank has loaded a library of device arrays, nor where MPI moves those itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
-from gdcomm import devices
+from gdcomm.algorithms import allgather
 from gdcomm.algorithms.choose import ALGORITHMS, NODE_ALGORITHMS, choose
 from gdcomm.algorithms.link import Link, Sublink
-from gdcomm.arguments import explain
+from gdcomm.algorithms.parts import blocks
+from gdcomm.arguments import UNSERVED, explain, unserved
 from gdcomm.envelopes import Channel
-from gdcomm.errors import NoPathError
-from gdcomm.execution import execute
-from gdcomm.links import DeviceLink, DeviceVector
+from gdcomm.errors import BufferSpecError, NoPathError
+from gdcomm.execution import execute, plain
+from gdcomm.links import DeviceLink
 from gdcomm.operations import OPERATIONS, Operation
 from gdcomm.paths import Paths
-from gdcomm.reductions import name_of
-from gdcomm.transports.base import split_spec
+from gdcomm.vectors import UNSIZED, Call, message
 
-__all__ = ["chosen", "collective", "limit", "shared"]
+__all__ = ["NEVER", "Limits", "asks", "chosen", "collective", "limits"]
 
-SMALLEST = 2 << 20  # bytes of the message from which on the ranks ask each other; smaller ones are faster by MPI
-_InPlace = type(MPI.IN_PLACE)
+SMALLEST = 2 << 20  # bytes of the message from which on algorithms are used; smaller ones are faster by MPI
 
 
-def limit(channel: Channel | None) -> int:
-    """Bytes of a host array up to which its collectives are MPI's without asking."""
-    return sys.maxsize if channel is None else SMALLEST
+class Limits(NamedTuple):
+    """Bytes of the whole message from which on the ranks of a communicator ask each other, by group of operations."""
+
+    move: int
+    reduce: int
 
 
-def shared(comm: Any, *specs: Any) -> bool:
-    """Whether other ranks may bring device arrays to a collective with these host buffers, so that all must ask."""
-    if comm._limit == sys.maxsize:
+NEVER = Limits(sys.maxsize, sys.maxsize)
+
+
+def limits(channel: Channel | None, paths: Paths) -> Limits:
+    """The limits of a communicator: the same on all its ranks."""
+    if channel is None or channel.size == 1:
+        return NEVER
+    able = (_has_path(paths, OPERATIONS[name]) for name in ("Bcast", "Allreduce"))
+    found = Limits(*(SMALLEST if each else sys.maxsize for each in able))
+    return NEVER if found == NEVER else found
+
+
+def asks(comm: Any, name: str, arguments: tuple[Any, ...]) -> bool:
+    """Whether the ranks ask each other before they do this: all or none, whatever their buffers are."""
+    if comm._limits is NEVER:
         return False
-    return any(_length(split_spec(spec)[0]) >= comm._limit for spec in specs)
+    limit = getattr(comm._limits, OPERATIONS[name].group)
+    if name in UNSIZED:
+        return bool(limit < sys.maxsize)
+    return message(name, arguments, comm._channel.size) >= limit
 
 
 def collective(comm: Any, operation: Operation, arguments: tuple[Any, ...], stream: Any) -> Any:
     """Run a blocking collective: by our own algorithm if all ranks can, else by MPI."""
-    channel = comm._channel
-    if channel is not None and channel.size > 1 and _message(channel.size, operation, arguments) >= comm._limit:
-        try:
-            if _by_algorithm(comm, channel, operation, arguments, stream):
-                return None
-        except MPI.Exception as error:
-            raise explain(error, comm, operation.name, arguments) from None
-    return execute(comm, comm._paths, operation, arguments, stream)
+    if not asks(comm, operation.name, arguments):
+        return execute(comm, comm._paths, operation, arguments, stream)
+    notes = comm._channel.notes
+    host = operation.group == "move" and all(plain(arguments[position]) for position in operation.buffers)
+    try:
+        # Where this rank answered before, and then raised an error, the others wait in MPI's collective.
+        answered = notes.pop("answered", "") == operation.name
+        if not answered and _by_algorithm(comm, operation, arguments, stream, host):
+            return None
+        return _by_mpi(comm, operation, arguments, stream, host)
+    except MPI.Exception as error:
+        raise explain(error, comm, operation.name, arguments) from None
 
 
 def _by_algorithm(
-    comm: Any, channel: Channel, operation: Operation, arguments: tuple[Any, ...], stream: Any
+    comm: Any, operation: Operation, arguments: tuple[Any, ...], stream: Any, host: bool
 ) -> bool:
     """Run the collective if all ranks can; tell if it was run."""
-    work = _WAYS[operation.name](_Call(comm, channel, operation, arguments, stream))
-    if not _all(comm, work is not None) or work is None:
+    channel: Channel = comm._channel
+    call = None if host else Call(operation, arguments, stream, channel.size, comm.Get_rank())
+    way = None if call is None else _WAYS[operation.name](call)
+    nbytes = _agreed(comm, call, way)
+    if call is None or way is None or nbytes < getattr(comm._limits, operation.group):
         return False
-    job = _job(comm, channel, operation, arguments)
+    job = _job(comm, channel, call, nbytes)
     try:
-        work(job)
+        way.work(job)
+        call.finish()
     finally:
         job.link.close()
     return True
 
 
+def _by_mpi(comm: Any, operation: Operation, arguments: tuple[Any, ...], stream: Any, host: bool) -> Any:
+    """Run the collective after the answer that not all ranks can."""
+    try:
+        if host:
+            try:
+                return operation.call(comm, *arguments)
+            except UNSERVED as error:
+                unserved(error, comm, operation.name, arguments)
+        return execute(comm, comm._paths, operation, arguments, stream)
+    except Exception as error:
+        if not isinstance(error, MPI.Exception):  # MPI was not called
+            comm._channel.notes["answered"] = operation.name
+        raise
+
+
 def chosen(comm: Any, operation: Operation, nbytes: int) -> str:
     """The algorithm that device arrays of so many bytes go by; "" if it is MPI's."""
-    channel = comm._channel
-    if channel is None or operation.name not in _WAYS or nbytes < comm._limit or comm.Get_size() == 1:
+    if operation.name not in _WAYS or nbytes < getattr(comm._limits, operation.group):
         return ""
-    if not _has_path(comm._paths, operation):
-        return ""
-    return _layout(comm, channel).choose(_NAMES[operation.name], nbytes)
+    return _layout(comm, comm._channel).choose(_NAMES[operation.name], nbytes)
 
 
-# -- what the ranks must agree on ----------------------------------------------------------------
-
-
-def _all(comm: MPI.Intracomm, mine: bool) -> bool:
-    answer = np.zeros(1, np.int32)
-    MPI.Intracomm.Allreduce(comm, np.array([mine], np.int32), answer, MPI.MIN)
-    return bool(answer[0])
-
-
-def _message(ranks: int, operation: Operation, arguments: tuple[Any, ...]) -> int:
-    """Bytes of the whole message: the same on all ranks, whatever their buffers are."""
-    if operation.both >= 0:
-        return _nbytes(arguments[operation.both])
-    send, recv = arguments[operation.send], arguments[operation.recv]
-    if operation.name in ("Allreduce", "Reduce"):
-        return _nbytes(recv if _in_place(send) else send)
-    if operation.name == "Reduce_scatter_block":  # the received block is what all ranks have alike
-        return _nbytes(recv, ranks) if _in_place(send) else _nbytes(recv) * ranks
-    if _in_place(send):
-        return _nbytes(recv, ranks)
-    blocks = ranks if operation.name == "Alltoall" else 1
-    return _nbytes(send, blocks) * (1 if operation.name == "Alltoall" else ranks)
-
-
-def _nbytes(spec: Any, blocks: int = 1) -> int:
-    """Bytes that a buffer argument means; an explicit count is that of one of `blocks` blocks.
-
-    Counts and displacements of single ranks do not occur in the operations served here.
-    """
-    array, rest = split_spec(spec)
-    datatype = next((item for item in rest if isinstance(item, (MPI.Datatype, str))), None)
-    if isinstance(datatype, str):
-        datatype = MPI.Datatype.fromcode(datatype)
-    count = rest[0][0] if rest and isinstance(rest[0], (tuple, list)) else rest[0] if rest else None
-    if datatype is None:
-        unit = extent = getattr(array, "itemsize", 1)
-    else:
-        unit, extent = datatype.Get_size(), max(datatype.Get_extent()[1], 1)
-    if isinstance(count, int):
-        return count * unit * blocks
-    return _length(array) // extent * unit if datatype is not None else _length(array)
-
-
-def _length(array: Any) -> int:
-    nbytes = getattr(array, "nbytes", None)
-    if nbytes is not None:
-        return int(nbytes)
-    buffer = devices.find(array)
-    if buffer is not None:
-        return buffer.nbytes
+def _has_path(paths: Paths, operation: Operation) -> bool:
+    """Whether device messages carry the collective, and MPI does not move device memory itself."""
+    with contextlib.suppress(NoPathError):  # what moves over direct messages is direct, too
+        if operation.group == "move" and paths.transport(operation) == "mpi":
+            return False
     try:
-        return memoryview(array).nbytes
-    except TypeError:  # MPI.BOTTOM, None
-        return 0
+        return paths.transport(OPERATIONS["Isend"]) == paths.transport(OPERATIONS["Irecv"])
+    except NoPathError:  # the error is that of MPI's way
+        return False
 
 
-def _in_place(spec: Any) -> bool:
-    return spec is None or (type(spec) is _InPlace and spec == MPI.IN_PLACE)
-
-
-# -- operations ----------------------------------------------------------------------------------
-
-Work = Callable[["_Job"], None]
-
+# -- how ranks lie, and what runs ----------------------------------------------------------------
 
 _WHOLE = ("allreduce", "bcast", "reduce")  # operations on whole vectors: nothing lies in order of ranks
 
@@ -198,16 +188,28 @@ def _layout(comm: MPI.Intracomm, channel: Channel) -> _Layout:
 
 
 class _Job(NamedTuple):
-    """Runs one algorithm over a link."""
+    """Runs one operation's algorithm over a link.
 
+    Args:
+        operation: a key of `ALGORITHMS`.
+        nbytes: of the message.
+        link: joins the ranks.
+        layout: of the ranks on nodes.
+        comm: the communicator.
+    """
+
+    operation: str
+    nbytes: int
     link: DeviceLink
     layout: _Layout
+    comm: MPI.Intracomm
 
-    def run(self, operation: str, nbytes: int, *arguments: Any) -> None:
+    def run(self, *arguments: Any) -> None:
         """Choose an algorithm and run it."""
+        operation = self.operation
         link: Link = self.link
         sizes, node, first, order = layout = self.layout.of(operation)
-        name = layout.choose(operation, nbytes)
+        name = layout.choose(operation, self.nbytes)
         if name in ALGORITHMS[operation]:
             ALGORITHMS[operation][name].run(link, *arguments)
             return
@@ -224,177 +226,175 @@ def _leaders(sizes: Sequence[int]) -> list[int]:
     return [sum(sizes[:i]) for i in range(len(sizes))]
 
 
-class _Call:
-    """One call's arguments, seen as vectors."""
-
-    def __init__(
-        self, comm: Any, channel: Channel, operation: Operation, arguments: tuple[Any, ...], stream: Any
-    ) -> None:
-        self.comm, self.operation, self.arguments, self.stream = comm, operation, arguments, stream
-        self.ranks, self.rank = channel.size, comm.Get_rank()
-
-    def vector(self, position: int, writes: bool = False) -> DeviceVector | None:
-        """The device array at a position; None if it is not plain, or may not travel from GPU to GPU."""
-        array, rest = split_spec(self.arguments[position])
-        buffer = None if array is None or isinstance(array, np.ndarray) else devices.find(array, self.stream)
-        if buffer is None or rest or not buffer.contiguous or not _has_path(self.comm._paths, self.operation):
-            return None
-        if writes:
-            buffer.require_writable(self.operation.name, "buf" if position == self.operation.both else "recvbuf")
-        return DeviceVector(buffer._replace(shape=(buffer.nbytes // buffer.dtype.itemsize,)))
-
-    def pair(self) -> tuple[DeviceVector | None, DeviceVector] | None:
-        """What is sent (None: in place) and where it is received, of one dtype and on one stream."""
-        recv = self.vector(self.operation.recv, True)
-        if recv is None:
-            return None
-        if _in_place(self.arguments[self.operation.send]):
-            return None, recv
-        send = self.vector(self.operation.send)
-        return None if send is None or send.dtype != recv.dtype else (_ordered(send, recv), recv)
-
-    def reducible(self, vector: DeviceVector) -> bool:
-        """Whether the GPU has a kernel for the operator and these elements."""
-        op = name_of(self.arguments[self.operation.op])
-        buffer = vector.buffer
-        return bool(op) and not buffer.ptr % buffer.dtype.alignment and buffer.device.reduces(op, buffer.dtype)
-
-
-def _has_path(paths: Paths, operation: Operation) -> bool:
-    """Whether device messages carry the collective, and MPI does not move device memory itself."""
-    with contextlib.suppress(NoPathError):  # what moves over direct messages is direct, too
-        if operation.group == "move" and paths.transport(operation) == "mpi":
-            return False
-    try:
-        return paths.transport(OPERATIONS["Isend"]) == paths.transport(OPERATIONS["Irecv"])
-    except NoPathError:  # the error is that of MPI's way
-        return False
-
-
-def _ordered(send: DeviceVector, recv: DeviceVector) -> DeviceVector:
-    """The sent vector on the stream of the received one."""
-    device, stream = recv.buffer.device, recv.buffer.stream
-    if send.buffer.stream == stream:
-        return send
-    device.wait_event(stream, device.record(send.buffer.stream))
-    return DeviceVector(send.buffer._replace(stream=stream))
-
-
-def _allreduce(call: _Call) -> Work | None:
-    pair = call.pair()
-    if pair is None or not call.reducible(pair[1]) or (pair[0] is not None and len(pair[0]) != len(pair[1])):
-        return None
-    send, recv = pair
-
-    def work(job: _Job) -> None:
-        if send is not None:
-            job.link.copy(recv, send)
-        job.run("allreduce", recv.nbytes, recv)
-
-    return work
-
-
-def _reduce(call: _Call) -> Work | None:
-    root = call.arguments[call.operation.root]
-    if call.rank != root:
-        send = call.vector(call.operation.send)
-        if send is None or not call.reducible(send):
-            return None
-
-        def give(job: _Job) -> None:
-            vector = job.link.scratch(len(send), send)
-            job.link.copy(vector, send)
-            job.run("reduce", send.nbytes, vector, root)
-
-        return give
-    pair = call.pair()
-    if pair is None or not call.reducible(pair[1]) or (pair[0] is not None and len(pair[0]) != len(pair[1])):
-        return None
-    mine, recv = pair
-
-    def take(job: _Job) -> None:
-        if mine is not None:
-            job.link.copy(recv, mine)
-        job.run("reduce", recv.nbytes, recv, root)
-
-    return take
-
-
-def _bcast(call: _Call) -> Work | None:
-    root = call.arguments[call.operation.root]
-    vector = call.vector(call.operation.both, call.rank != root)
-    return None if vector is None else lambda job: job.run("bcast", vector.nbytes, vector, root)
-
-
-def _allgather(call: _Call) -> Work | None:
-    pair = call.pair()
-    if pair is None:
-        return None
-    send, recv = pair
-    each, rest = divmod(len(recv), call.ranks)
-    if rest or (send is not None and len(send) != each):
-        return None
-
-    def work(job: _Job) -> None:
-        if send is not None:
-            job.link.copy(recv[call.rank * each : (call.rank + 1) * each], send)
-        job.run("allgather", recv.nbytes, recv, [each] * call.ranks)
-
-    return work
-
-
-def _alltoall(call: _Call) -> Work | None:
-    send, recv = call.pair() or (None, None)
-    if send is None or recv is None or len(send) != len(recv) or len(recv) % call.ranks:
-        return None
-    counts = [len(recv) // call.ranks] * call.ranks
-    return lambda job: job.run("alltoall", recv.nbytes, send, recv, counts, counts)
-
-
-def _reduce_scatter_block(call: _Call) -> Work | None:
-    send, recv = call.pair() or (None, None)
-    if send is None or recv is None or len(send) != len(recv) * call.ranks or not call.reducible(recv):
-        return None
-    each = len(recv)
-
-    def work(job: _Job) -> None:
-        vector = job.link.scratch(len(send), send)
-        job.link.copy(vector, send)
-        job.run("reduce_scatter", send.nbytes, vector, [each] * call.ranks)
-        job.link.copy(recv, vector[call.rank * each : (call.rank + 1) * each])
-
-    return work
-
-
-_WAYS: dict[str, Callable[[_Call], Work | None]] = {
-    "Allreduce": _allreduce,
-    "Reduce": _reduce,
-    "Bcast": _bcast,
-    "Allgather": _allgather,
-    "Alltoall": _alltoall,
-    "Reduce_scatter_block": _reduce_scatter_block,
-}
-_NAMES = {name: name.removesuffix("_block").lower() for name in _WAYS}
-
-
-def _job(comm: Any, channel: Channel, operation: Operation, arguments: Sequence[Any]) -> _Job:
-    """What runs algorithms on a communicator; collective."""
+def _job(comm: Any, channel: Channel, call: Call, nbytes: int) -> _Job:
+    """What runs a call's algorithm; collective."""
     tag = channel.notes.get("tag")
     if tag is None:
         tag = channel.notes["tag"] = _agree_tag(comm, channel)
-    ranks = range(comm.Get_size())
-    op = name_of(arguments[operation.op]) if operation.op >= 0 else ""
-    return _Job(DeviceLink(channel, comm._paths, tag, ranks, comm.Get_rank(), op), _layout(comm, channel))
+    link = DeviceLink(channel, comm._paths, tag, range(call.ranks), call.rank, call.op)
+    return _Job(_NAMES[call.operation.name], nbytes, link, _layout(comm, channel), comm)
 
 
 def _agree_tag(comm: MPI.Intracomm, channel: Channel) -> int:
     """A tag that no other communicator has in which two of these ranks meet, also if threads agree on several."""
-    shadow, highest = channel.shadow, np.zeros(1, np.int64)
+    shadow = channel.shadow
     while True:
-        MPI.Intracomm.Allreduce(comm, np.array([shadow.tags_taken + 1], np.int64), highest, MPI.MAX)
-        tag = int(highest[0])
+        tag = _over_all(comm, shadow.tags_taken + 1, MPI.MAX)
         with shadow.lock:
             free = tag > shadow.tags_taken
             shadow.tags_taken = max(tag, shadow.tags_taken)
-        if _all(comm, free):
+        if _over_all(comm, free, MPI.MIN):
             return tag % shadow.last_tag
+
+
+def _over_all(comm: MPI.Intracomm, number: int, op: MPI.Op) -> int:
+    answer = np.zeros(1, np.int64)
+    MPI.Intracomm.Allreduce(comm, np.array([number], np.int64), answer, op)
+    return int(answer[0])
+
+
+# -- operations ----------------------------------------------------------------------------------
+
+
+class _Way(NamedTuple):
+    """How a rank takes part in an algorithm.
+
+    Args:
+        nbytes: of the message; of an operation in `UNSIZED`, as many as this rank knows of.
+        work: what it does.
+        counts: those that must be the same on all ranks, if any; None: each rank knows its own.
+    """
+
+    nbytes: int
+    work: Callable[[_Job], None]
+    counts: Sequence[int] | None = ()
+
+
+def _agreed(comm: Any, call: Call | None, way: _Way | None) -> int:
+    """Bytes of the message if all ranks take part, and in the same thing; else 0."""
+    notes = comm._channel.notes
+    if "asked" not in notes:
+        notes["asked"] = tuple(np.zeros((2, 4), np.int64))
+    mine, answer = notes["asked"]
+    mine[:] = 0  # whether this rank takes part; a digest of what, twice; bytes
+    if call is not None and way is not None:
+        size = 0 if call.operation.name in UNSIZED else way.nbytes
+        what = call.operation.name, str(call.dtype), call.op, call.root, size, way.counts
+        digest = zlib.crc32(repr(what).encode())
+        mine[:] = 1, digest, -digest, -way.nbytes
+    MPI.Intracomm.Allreduce(comm, mine, answer, MPI.MIN)
+    all_take_part, least, most, nbytes = answer.tolist()
+    return -nbytes if all_take_part and least == -most else 0
+
+
+def _vectors(call: Call) -> _Way | None:
+    """Allreduce, Reduce, Scan and Exscan: one vector, reduced where the result is to be."""
+    send, recv = (None if found is None else found.vector for found in call.pair() or (None, None))
+    vector = send if recv is None else recv
+    if vector is None or not call.reducible(vector) or (send is not None and len(send) != len(vector)):
+        return None
+    if call.operation.name == "Exscan" and call.rank == 0 and send is not None:
+        recv, send = send, None  # it is only read, and nothing is written
+
+    def work(job: _Job) -> None:
+        into = job.link.scratch(len(vector), vector) if recv is None else recv
+        if send is not None:
+            job.link.copy(into, send)
+        job.run(into, *([] if call.root is None else [call.root]))
+
+    return _Way(vector.nbytes, work)
+
+
+def _reduce_scatter(call: Call) -> _Way | None:
+    """Reduce_scatter, Reduce_scatter_block."""
+    send, recv = call.pair() or (None, None)
+    whole = recv if send is None else send
+    if whole is None or recv is None or not call.reducible(whole.vector):
+        return None
+    vector, result = whole.vector, recv.vector
+    by_block = call.operation.name == "Reduce_scatter_block"
+    inferred = not by_block and call.arguments[2] is None and send is not None
+    counts = whole.counts if by_block else call.receive_counts()
+    if counts is None and not inferred:
+        return None
+    if counts is not None and (sum(counts) != len(vector) or (send is not None and len(result) != counts[call.rank])):
+        return None
+
+    def work(job: _Job) -> None:
+        each = counts if counts is not None else MPI.Intracomm.allgather(job.comm, len(result))
+        if sum(each) != len(vector):  # on every rank
+            raise BufferSpecError(
+                f"Reduce_scatter: sendbuf has {len(vector)} elements, and the ranks' recvbufs have {sum(each)} in all"
+            )
+        mine = job.link.scratch(len(vector), vector)
+        job.link.copy(mine, vector)
+        job.run(mine, each)
+        block = blocks(mine, each)[call.rank]
+        job.link.copy(result[: len(block)], block)
+
+    return _Way(vector.nbytes, work, counts)
+
+
+def _bcast(call: Call) -> _Way | None:
+    vector = call.both()
+    return None if vector is None else _Way(vector.nbytes, lambda job: job.run(vector, call.root))
+
+
+def _allgather(call: Call) -> _Way | None:
+    """Allgather, Allgatherv."""
+    send, recv = call.pair() or (None, None)
+    if recv is None or (send is not None and len(send.vector) != recv.counts[call.rank]):
+        return None
+    vector, counts, displs = recv
+
+    def work(job: _Job) -> None:
+        if send is not None:
+            job.link.copy(recv.of(call.rank), send.vector)
+        packed = allgather.packed(job.link, vector, counts, displs)
+        job.run(packed, counts)
+        allgather.unpack(job.link, packed, vector, counts, displs)
+
+    return _Way(recv.nbytes, work, counts)
+
+
+def _alltoall(call: Call) -> _Way | None:
+    """Alltoall, Alltoallv."""
+    send, recv = call.pair() or (None, None)
+    if send is None or recv is None or send.counts[call.rank] != recv.counts[call.rank]:
+        return None
+    arguments = send.vector, recv.vector, send.counts, recv.counts, send.displs, recv.displs
+    return _Way(max(send.nbytes, recv.nbytes), lambda job: job.run(*arguments))
+
+
+def _rooted(call: Call) -> _Way | None:
+    """Gather, Gatherv, Scatter, Scatterv: a block of each rank, all of them on the root."""
+    send, recv = call.pair() or (None, None)
+    gathers = call.operation.root_side == "recv"
+    mine, whole = (send, recv) if gathers else (recv, send)
+    known = whole or mine
+    if known is None or (mine and whole and len(mine.vector) != whole.counts[call.rank]):
+        return None
+    counts, displs = (whole.counts, whole.displs) if whole else (known.counts * call.ranks, None)
+    ends = [None if found is None else found.vector for found in (send, recv)]
+    nbytes = known.nbytes if whole or call.operation.name in UNSIZED else known.nbytes * call.ranks
+    return _Way(nbytes, lambda job: job.run(*ends, counts, displs, call.root))
+
+
+_WAYS: dict[str, Callable[[Call], _Way | None]] = {
+    "Allreduce": _vectors,
+    "Reduce": _vectors,
+    "Scan": _vectors,
+    "Exscan": _vectors,
+    "Reduce_scatter": _reduce_scatter,
+    "Reduce_scatter_block": _reduce_scatter,
+    "Bcast": _bcast,
+    "Allgather": _allgather,
+    "Allgatherv": _allgather,
+    "Alltoall": _alltoall,
+    "Alltoallv": _alltoall,
+    "Gather": _rooted,
+    "Gatherv": _rooted,
+    "Scatter": _rooted,
+    "Scatterv": _rooted,
+}
+_NAMES = {name: name.lower() for name in _WAYS} | {"Allgatherv": "allgather", "Reduce_scatter_block": "reduce_scatter"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
@@ -19,7 +18,7 @@ from gdcomm.api.p2p import PointToPoint
 from gdcomm.api.persistent import PersistentCollectives, PersistentScans
 from gdcomm.capabilities import local_capabilities
 from gdcomm.channels import channel_of, facts, open_channel
-from gdcomm.collectives import chosen, limit
+from gdcomm.collectives import NEVER, Limits, chosen, limits
 from gdcomm.envelopes import Channel
 from gdcomm.errors import BufferSpecError
 from gdcomm.messages import Matching
@@ -53,7 +52,7 @@ class _Derives(_Comm):
 
     _paths: Paths = Paths()
     _channel: Channel | None = None
-    _limit: int = sys.maxsize
+    _limits: Limits = NEVER
 
     @property
     def path(self) -> str:
@@ -194,7 +193,7 @@ class Communicator(
             raise ValueError(f"path: ranks ask for different paths ({', '.join(sorted(paths))}); give one on all")
         self._paths = Paths(asked, agree(can for _, can, _ in everyone))
         self._channel = open_channel(self, [fact for _, _, fact in everyone])
-        self._limit = limit(self._channel)
+        self._limits = limits(self._channel, self._paths)
 
     def Create_group(self, group: MPI.Group, tag: int = 0) -> Any:
         """Communicator of a group; collective over the group only."""
@@ -286,7 +285,7 @@ def wrap(comm: Any, paths: Paths, parent: Channel | None = None) -> Any:
             raise BufferSpecError(f"comm: {type(comm).__name__} is no communicator")
     comm._paths = paths
     comm._channel = channel_of(comm, parent)
-    comm._limit = limit(comm._channel)
+    comm._limits = limits(comm._channel, paths)
     return comm
 
 

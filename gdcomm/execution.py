@@ -62,7 +62,10 @@ def reducible(sendbuf: Any, recvbuf: Any, limit: int = sys.maxsize) -> bool:
     array = sendbuf if type(sendbuf) is ndarray else recvbuf
     if not (type(array) is ndarray and 0 < array.dtype.num < 17 and (array.ndim < 2 or array.flags.c_contiguous)):
         return False
-    return array.nbytes < limit and plain(sendbuf if array is recvbuf else recvbuf)
+    if array is recvbuf:
+        # Beside a result in place, a receive buffer does not tell how much is reduced: see `collectives.asks`.
+        return (limit == sys.maxsize or (sendbuf is MPI.IN_PLACE and array.nbytes < limit)) and plain(sendbuf)
+    return array.nbytes < limit and plain(recvbuf)
 
 
 _ENVELOPED = frozenset(("Send", "Ssend", "Rsend", "Isend", "Issend", "Irsend"))

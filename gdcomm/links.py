@@ -12,12 +12,16 @@ from gdcomm.algorithms.link import Link
 from gdcomm.devices.base import Buffer
 from gdcomm.envelopes import Channel
 from gdcomm.execution import execute
+from gdcomm.memory.pinned import pool_of
 from gdcomm.operations import OPERATIONS
 from gdcomm.paths import Paths
 from gdcomm.requests import Request
 from gdcomm.transfer.copy import keep
 
 __all__ = ["DeviceLink", "DeviceVector"]
+
+_LONG = 256 << 10  # bytes from which on a copy takes longer than its call
+_FEWEST = 8  # copies whose calls take as long as that of a kernel with its table
 
 
 class DeviceVector:
@@ -103,6 +107,24 @@ class DeviceLink(Link):
     def copy(self, to: DeviceVector, origin: DeviceVector) -> None:
         if to.nbytes and to.buffer.ptr != origin.buffer.ptr:
             to.buffer.device.copy(to.buffer.ptr, origin.buffer.ptr, to.nbytes, to.buffer.stream)
+
+    def copies(self, pairs: Sequence[tuple[DeviceVector, DeviceVector]]) -> None:
+        """Make many copies, the short ones by one kernel if they are not few."""
+        short = [(to.buffer, origin.buffer) for to, origin in pairs if 0 < to.nbytes < _LONG]
+        if len(short) < _FEWEST:
+            super().copies(pairs)
+            return
+        for to, origin in pairs:
+            if to.nbytes >= _LONG:
+                self.copy(to, origin)
+        device, stream = short[0][0].device, short[0][0].stream
+        lease = pool_of(device).lease(24 * len(short))
+        table = lease.array.view(np.uint64).reshape(3, len(short))
+        table[:] = np.array([(to.ptr, origin.ptr, to.nbytes) for to, origin in short], np.uint64).T
+        try:
+            device.copy_pieces(table, int(table[2].max()), stream)
+        finally:
+            lease.release(device.record(stream))
 
     def scratch(self, count: int, like: DeviceVector) -> DeviceVector:
         buffer = like.buffer

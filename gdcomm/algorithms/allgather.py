@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from gdcomm.algorithms.link import Link, Vector
 from gdcomm.algorithms.parts import around, blocks, edges_of, halves
 
-__all__ = ["bruck", "doubling", "ring"]
+__all__ = ["bruck", "doubling", "packed", "ring", "unpack"]
 
 
 def ring(link: Link, vector: Vector, counts: Sequence[int], displs: Sequence[int] | None = None) -> None:
@@ -33,7 +33,7 @@ def doubling(link: Link, vector: Vector, counts: Sequence[int], displs: Sequence
     """
     rank, ranks = link.rank, link.size
     assert ranks & (ranks - 1) == 0, "a power of two of ranks"
-    edges, work = edges_of(counts), _packed(link, vector, counts, displs)
+    edges, work = edges_of(counts), packed(link, vector, counts, displs)
     distance = 1
     while distance < ranks:
         mine = rank - rank % distance
@@ -43,7 +43,7 @@ def doubling(link: Link, vector: Vector, counts: Sequence[int], displs: Sequence
             work[edges[other] : edges[other + distance]], rank ^ distance,
         )  # fmt: skip
         distance *= 2
-    _unpack(link, work, vector, counts, displs)
+    unpack(link, work, vector, counts, displs)
 
 
 def bruck(link: Link, vector: Vector, counts: Sequence[int], displs: Sequence[int] | None = None) -> None:
@@ -54,17 +54,17 @@ def bruck(link: Link, vector: Vector, counts: Sequence[int], displs: Sequence[in
     be powers of two, are those of Träff 2024 (arXiv 2410.14234): this is `reduce_scatter.circulant` in a mirror.
     """
     rank, ranks = link.rank, link.size
-    edges, work = edges_of(counts), _packed(link, vector, counts, displs)
+    edges, work = edges_of(counts), packed(link, vector, counts, displs)
     for after, before in reversed(halves(ranks)):
         down, up = (rank - before) % ranks, (rank + before) % ranks
         link.transfer(
             [(piece, down) for piece in around(work, edges, rank, after - before)],
             [(piece, up) for piece in around(work, edges, up, after - before)],
         )
-    _unpack(link, work, vector, counts, displs)
+    unpack(link, work, vector, counts, displs)
 
 
-def _packed(link: Link, vector: Vector, counts: Sequence[int], displs: Sequence[int] | None) -> Vector:
+def packed(link: Link, vector: Vector, counts: Sequence[int], displs: Sequence[int] | None) -> Vector:
     """The vector itself if its blocks lie one after another, else scratch where they do, with this rank's block."""
     if displs is None or list(displs) == edges_of(counts)[:-1]:
         return vector
@@ -73,6 +73,7 @@ def _packed(link: Link, vector: Vector, counts: Sequence[int], displs: Sequence[
     return work
 
 
-def _unpack(link: Link, work: Vector, vector: Vector, counts: Sequence[int], displs: Sequence[int] | None) -> None:
+def unpack(link: Link, work: Vector, vector: Vector, counts: Sequence[int], displs: Sequence[int] | None) -> None:
+    """Put the blocks of what `packed` gave where they belong."""
     if work is not vector:
         link.copies(list(zip(blocks(vector, counts, displs), blocks(work, counts), strict=True)))

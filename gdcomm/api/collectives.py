@@ -9,7 +9,7 @@ from mpi4py import MPI
 from numpy import ndarray
 
 from gdcomm.arguments import UNSERVED, unserved
-from gdcomm.collectives import collective, shared
+from gdcomm.collectives import Limits, asks, collective
 from gdcomm.execution import execute, plain, reducible
 from gdcomm.operations import OPERATIONS
 
@@ -48,11 +48,11 @@ class Collectives(_Comm):
     """Collectives of intra- and intercommunicators."""
 
     _paths: Paths
-    _limit: int
+    _limits: Limits
 
     def Bcast(self, buf: Spec, root: int = 0, *, stream: Stream = None) -> None:
         """Copy the root's array to every rank."""
-        if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous) and buf.nbytes < self._limit:
+        if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous) and buf.nbytes < self._limits.move:
             try:
                 return _Bcast(self, buf, root)
             except UNSERVED as error:
@@ -61,43 +61,43 @@ class Collectives(_Comm):
 
     def Gather(self, sendbuf: Spec, recvbuf: Spec, root: int = 0, *, stream: Stream = None) -> None:
         """Collect equal blocks at the root, in rank order."""
-        if plain(sendbuf) and plain(recvbuf):
+        if plain(sendbuf) and plain(recvbuf) and not asks(self, "Gather", (sendbuf, recvbuf, root)):
             try:
                 return _Gather(self, sendbuf, recvbuf, root)
             except UNSERVED as error:
                 unserved(error, self, "Gather", (sendbuf, recvbuf, root))
-        execute(self, self._paths, OPERATIONS["Gather"], (sendbuf, recvbuf, root), stream)
+        collective(self, OPERATIONS["Gather"], (sendbuf, recvbuf, root), stream)
 
     def Gatherv(self, sendbuf: Spec, recvbuf: Spec, root: int = 0, *, stream: Stream = None) -> None:
         """Collect blocks of different sizes at the root."""
-        if plain(sendbuf) and plain(recvbuf):
+        if plain(sendbuf) and plain(recvbuf) and not asks(self, "Gatherv", (sendbuf, recvbuf, root)):
             try:
                 return _Gatherv(self, sendbuf, recvbuf, root)
             except UNSERVED as error:
                 unserved(error, self, "Gatherv", (sendbuf, recvbuf, root))
-        execute(self, self._paths, OPERATIONS["Gatherv"], (sendbuf, recvbuf, root), stream)
+        collective(self, OPERATIONS["Gatherv"], (sendbuf, recvbuf, root), stream)
 
     def Scatter(self, sendbuf: Spec, recvbuf: Spec, root: int = 0, *, stream: Stream = None) -> None:
         """Hand equal blocks of the root's array out, in rank order."""
-        if plain(sendbuf) and plain(recvbuf):
+        if plain(sendbuf) and plain(recvbuf) and not asks(self, "Scatter", (sendbuf, recvbuf, root)):
             try:
                 return _Scatter(self, sendbuf, recvbuf, root)
             except UNSERVED as error:
                 unserved(error, self, "Scatter", (sendbuf, recvbuf, root))
-        execute(self, self._paths, OPERATIONS["Scatter"], (sendbuf, recvbuf, root), stream)
+        collective(self, OPERATIONS["Scatter"], (sendbuf, recvbuf, root), stream)
 
     def Scatterv(self, sendbuf: Spec, recvbuf: Spec, root: int = 0, *, stream: Stream = None) -> None:
         """Hand blocks of different sizes out."""
-        if plain(sendbuf) and plain(recvbuf):
+        if plain(sendbuf) and plain(recvbuf) and not asks(self, "Scatterv", (sendbuf, recvbuf, root)):
             try:
                 return _Scatterv(self, sendbuf, recvbuf, root)
             except UNSERVED as error:
                 unserved(error, self, "Scatterv", (sendbuf, recvbuf, root))
-        execute(self, self._paths, OPERATIONS["Scatterv"], (sendbuf, recvbuf, root), stream)
+        collective(self, OPERATIONS["Scatterv"], (sendbuf, recvbuf, root), stream)
 
     def Allgather(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> None:
         """Collect equal blocks on every rank."""
-        if plain(sendbuf) and plain(recvbuf) and not shared(self, sendbuf, recvbuf):
+        if plain(sendbuf) and plain(recvbuf) and not asks(self, "Allgather", (sendbuf, recvbuf)):
             try:
                 return _Allgather(self, sendbuf, recvbuf)
             except UNSERVED as error:
@@ -106,16 +106,16 @@ class Collectives(_Comm):
 
     def Allgatherv(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> None:
         """Collect blocks of different sizes on every rank."""
-        if plain(sendbuf) and plain(recvbuf):
+        if plain(sendbuf) and plain(recvbuf) and not asks(self, "Allgatherv", (sendbuf, recvbuf)):
             try:
                 return _Allgatherv(self, sendbuf, recvbuf)
             except UNSERVED as error:
                 unserved(error, self, "Allgatherv", (sendbuf, recvbuf))
-        execute(self, self._paths, OPERATIONS["Allgatherv"], (sendbuf, recvbuf), stream)
+        collective(self, OPERATIONS["Allgatherv"], (sendbuf, recvbuf), stream)
 
     def Alltoall(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> None:
         """Send block i to rank i; receive one block from each rank."""
-        if plain(sendbuf) and plain(recvbuf) and not shared(self, sendbuf, recvbuf):
+        if plain(sendbuf) and plain(recvbuf) and not asks(self, "Alltoall", (sendbuf, recvbuf)):
             try:
                 return _Alltoall(self, sendbuf, recvbuf)
             except UNSERVED as error:
@@ -124,12 +124,12 @@ class Collectives(_Comm):
 
     def Alltoallv(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> None:
         """Alltoall with blocks of different sizes."""
-        if plain(sendbuf) and plain(recvbuf):
+        if plain(sendbuf) and plain(recvbuf) and not asks(self, "Alltoallv", (sendbuf, recvbuf)):
             try:
                 return _Alltoallv(self, sendbuf, recvbuf)
             except UNSERVED as error:
                 unserved(error, self, "Alltoallv", (sendbuf, recvbuf))
-        execute(self, self._paths, OPERATIONS["Alltoallv"], (sendbuf, recvbuf), stream)
+        collective(self, OPERATIONS["Alltoallv"], (sendbuf, recvbuf), stream)
 
     def Alltoallw(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> None:
         """Alltoall with sizes, byte displacements and datatypes per rank."""
@@ -144,7 +144,7 @@ class Collectives(_Comm):
         self, sendbuf: Spec, recvbuf: Spec, op: MPI.Op = MPI.SUM, root: int = 0, *, stream: Stream = None
     ) -> None:
         """Reduce elementwise over the ranks; the root has the result."""
-        if reducible(sendbuf, recvbuf, self._limit):
+        if reducible(sendbuf, recvbuf, self._limits.reduce):
             try:
                 return _Reduce(self, sendbuf, recvbuf, op, root)
             except UNSERVED as error:
@@ -153,7 +153,7 @@ class Collectives(_Comm):
 
     def Allreduce(self, sendbuf: Spec, recvbuf: Spec, op: MPI.Op = MPI.SUM, *, stream: Stream = None) -> None:
         """Reduce elementwise over the ranks; every rank has the result."""
-        if reducible(sendbuf, recvbuf, self._limit):
+        if reducible(sendbuf, recvbuf, self._limits.reduce):
             try:
                 return _Allreduce(self, sendbuf, recvbuf, op)
             except UNSERVED as error:
@@ -164,7 +164,7 @@ class Collectives(_Comm):
         self, sendbuf: Spec, recvbuf: Spec, op: MPI.Op = MPI.SUM, *, stream: Stream = None
     ) -> None:
         """Reduce, then hand equal blocks of the result out."""
-        if reducible(sendbuf, recvbuf, self._limit):
+        if reducible(sendbuf, recvbuf, self._limits.reduce):
             try:
                 return _Reduce_scatter_block(self, sendbuf, recvbuf, op)
             except UNSERVED as error:
@@ -181,35 +181,33 @@ class Collectives(_Comm):
         stream: Stream = None,
     ) -> None:
         """Reduce, then hand blocks of `recvcounts` elements out."""
-        if reducible(sendbuf, recvbuf):
+        if reducible(sendbuf, recvbuf, self._limits.reduce):
             try:
                 return _Reduce_scatter(self, sendbuf, recvbuf, recvcounts, op)
             except UNSERVED as error:
                 unserved(error, self, "Reduce_scatter", (sendbuf, recvbuf, recvcounts, op))
-        execute(
-            self, self._paths, OPERATIONS["Reduce_scatter"], (sendbuf, recvbuf, recvcounts, op), stream
-        )
+        collective(self, OPERATIONS["Reduce_scatter"], (sendbuf, recvbuf, recvcounts, op), stream)
 
 
 class Scans(_Intracomm):
     """Collectives that need an order of ranks."""
 
-    _paths: Paths
+    _limits: Limits
 
     def Scan(self, sendbuf: Spec, recvbuf: Spec, op: MPI.Op = MPI.SUM, *, stream: Stream = None) -> None:
         """Reduce over ranks 0 to this one."""
-        if reducible(sendbuf, recvbuf):
+        if reducible(sendbuf, recvbuf, self._limits.reduce):
             try:
                 return _Scan(self, sendbuf, recvbuf, op)
             except UNSERVED as error:
                 unserved(error, self, "Scan", (sendbuf, recvbuf, op))
-        execute(self, self._paths, OPERATIONS["Scan"], (sendbuf, recvbuf, op), stream)
+        collective(self, OPERATIONS["Scan"], (sendbuf, recvbuf, op), stream)
 
     def Exscan(self, sendbuf: Spec, recvbuf: Spec, op: MPI.Op = MPI.SUM, *, stream: Stream = None) -> None:
         """Reduce over ranks 0 to the one before; rank 0's array stays as it was."""
-        if reducible(sendbuf, recvbuf):
+        if reducible(sendbuf, recvbuf, self._limits.reduce):
             try:
                 return _Exscan(self, sendbuf, recvbuf, op)
             except UNSERVED as error:
                 unserved(error, self, "Exscan", (sendbuf, recvbuf, op))
-        execute(self, self._paths, OPERATIONS["Exscan"], (sendbuf, recvbuf, op), stream)
+        collective(self, OPERATIONS["Exscan"], (sendbuf, recvbuf, op), stream)

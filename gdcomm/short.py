@@ -70,7 +70,7 @@ def short(comm: Any, paths: Paths, operation: Operation, arguments: tuple[Any, .
         if writes:
             results.append((buffer, slot))
         if buffer.nbytes and operation.reads(comm, position, arguments, in_place):
-            buffer.device.to_host(slot.array[: buffer.nbytes], buffer)
+            buffer.device.copy(slot.address, buffer.ptr, buffer.nbytes, buffer.stream)
             try:
                 buffer.device.synchronize(buffer.stream)
             except BaseException:
@@ -92,6 +92,6 @@ def short(comm: Any, paths: Paths, operation: Operation, arguments: tuple[Any, .
     for buffer, slot in results:
         nbytes = buffer.nbytes if status is None else status.Get_elements(MPI.BYTE)
         if nbytes:
-            buffer.device.to_device(buffer, slot.array[:nbytes])
+            buffer.device.copy(buffer.ptr, slot.address, nbytes, buffer.stream)
             slot.event = buffer.device.record(buffer.stream)
     return True

@@ -2,10 +2,11 @@
 
 Every process has one *arena*: an anonymous file that its neighbours open through /proc. In it are *slots* for data
 and *boxes*. A box belongs to one message at a time: the sender says in it how many chunks are there and in which
-slots, the receiver how many it is done with. The sender's GPU writes a slot, the receiver's GPU reads it.
+slots, the receiver how many it wants and how many it is done with. The sender's GPU writes a slot, the receiver's GPU reads it.
 
 A message gets slots only once its receiver has accepted it. From then on the receiver takes chunks whatever its
-program does, so slots always come back, and no message waits for another one's receiver.
+program does, so slots always come back, and no message waits for another one's receiver. A box may also stay with two
+processes and serve one message after another: then its counts go on.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = ["SLOT", "Address", "Arena", "Box", "Peer", "here", "once", "own", "vi
 SLOT = 4 << 20  # bytes of a slot: the most of a chunk
 SLOTS = 8
 PER_MESSAGE = 4  # slots that one message uses at a time
-BOXES = 64  # messages at a time; more go through MPI
+BOXES = 448  # messages at a time; more go through MPI
 _CONTROL = 64 << 10  # bytes before the slots
 _NBYTES = _CONTROL + SLOTS * SLOT
 _FIRST_BOX = 4096
@@ -117,11 +118,14 @@ class _Own(Arena):
 
 
 class Box:
-    """The sender's side of one message.
+    """The sender's side of one message, or of one after another.
 
     Args:
         arena: this process's.
         number: of the box.
+
+    Attributes:
+        produced: chunks that the receiver was told of.
     """
 
     def __init__(self, arena: _Own, number: int) -> None:
@@ -129,11 +133,11 @@ class Box:
         self._words = arena.words(number)
         self._words[:] = 0
         self._held: list[int] = []  # slots of chunks that are not consumed, in order
-        self._produced = self._consumed = 0
+        self.produced = self._consumed = 0
 
     def take(self) -> _Array | None:
         """A slot for the next chunk; None if there is none now."""
-        if not self._words[_ACCEPTED] or len(self._held) == PER_MESSAGE:
+        if len(self._held) == PER_MESSAGE or self._consumed + len(self._held) == int(self._words[_ACCEPTED]):
             return None
         try:
             slot = self._arena.free_slots.pop()
@@ -144,9 +148,9 @@ class Box:
 
     def produce(self) -> None:
         """The oldest chunk that was not told yet is in its slot."""
-        self._words[_RING + self._produced % PER_MESSAGE] = self._held[self._produced - self._consumed]
-        self._produced += 1
-        self._words[_PRODUCED] = self._produced  # after the slot's number, and after the data
+        self._words[_RING + self.produced % PER_MESSAGE] = self._held[self.produced - self._consumed]
+        self.produced += 1
+        self._words[_PRODUCED] = self.produced  # after the slot's number, and after the data
 
     def consumed(self) -> int:
         """How many chunks the receiver is done with."""
@@ -168,7 +172,7 @@ class Box:
 
 
 class Peer:
-    """The receiver's side of one message.
+    """The receiver's side of one message, or of one after another.
 
     Args:
         address: of the sender's arena.
@@ -178,8 +182,12 @@ class Peer:
     def __init__(self, address: Address, box: int) -> None:
         self.arena = _opened(address)
         self._words = self.arena.words(box)
-        self._taken = 0
-        self._words[_ACCEPTED] = 1
+        self._accepted = self._taken = self._consumed = 0
+
+    def accept(self, chunks: int) -> None:
+        """Let so many chunks more come. They are then to be taken without delay."""
+        self._accepted += chunks
+        self._words[_ACCEPTED] = self._accepted
 
     def take(self) -> _Array | None:
         """The slot of the next chunk; None if it is not there yet."""
@@ -189,9 +197,10 @@ class Peer:
         self._taken += 1
         return self.arena.slots[slot]
 
-    def consume(self, count: int) -> None:
-        """The first `count` chunks are out of their slots."""
-        self._words[_CONSUMED] = count
+    def consume(self) -> None:
+        """The oldest chunk that was not told yet is out of its slot."""
+        self._consumed += 1
+        self._words[_CONSUMED] = self._consumed
 
 
 # -- finding one another -------------------------------------------------------------------------

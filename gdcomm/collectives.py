@@ -29,6 +29,7 @@ from gdcomm.arguments import UNSERVED, explain, unserved
 from gdcomm.envelopes import Channel
 from gdcomm.errors import BufferSpecError, NoPathError
 from gdcomm.execution import execute, plain
+from gdcomm.express import Express
 from gdcomm.links import DeviceLink
 from gdcomm.operations import OPERATIONS, Operation
 from gdcomm.paths import Paths
@@ -231,7 +232,10 @@ def _job(comm: Any, channel: Channel, call: Call, nbytes: int) -> _Job:
     tag = channel.notes.get("tag")
     if tag is None:
         tag = channel.notes["tag"] = _agree_tag(comm, channel)
-    link = DeviceLink(channel, comm._paths, tag, range(call.ranks), call.rank, call.op)
+    express = channel.notes.get("express")
+    if express is None and comm._paths.transport(OPERATIONS["Isend"]) == "staged":
+        express = channel.notes["express"] = Express(comm, channel, call.device)
+    link = DeviceLink(channel, comm._paths, tag, range(call.ranks), call.rank, call.op, express)
     return _Job(_NAMES[call.operation.name], nbytes, link, _layout(comm, channel), comm)
 
 

@@ -32,7 +32,7 @@ from gdcomm.lanes import InLane, InMessages, InSlots, OutLane, OutMessages, OutS
 from gdcomm.memory.pinned import Lease, pool_of
 
 __all__ = [
-    "ENVELOPE", "FIRST", "SLICE", "SMALLEST", "Channel", "Header", "Incoming", "Outgoing", "Pump", "Shadow", "too_long",
+    "ENVELOPE", "FIRST", "MESSAGES", "SLICE", "SLOTS", "SMALLEST", "Channel", "Header", "Incoming", "Outgoing", "Pump", "Shadow", "too_long",
 ]  # fmt: skip
 
 ENVELOPE = 1093 * 96  # bytes: whole elements of most types, a length that few messages have, and more than `Slots.SIZE`
@@ -43,7 +43,7 @@ _HEADER = 64  # bytes at the end of the envelope
 FIRST = ENVELOPE - _HEADER  # most data bytes in an envelope
 
 
-class _Rate(NamedTuple):
+class Rate(NamedTuple):
     """Of a pipeline: seconds that each chunk costs beside its bytes, bytes/s of the slowest stage, stages, limits."""
 
     latency: float
@@ -58,8 +58,8 @@ class _Rate(NamedTuple):
         return min(max(best, self.smallest), self.largest)
 
 
-_MESSAGES = _Rate(2e-5, 8e9, 3, 256 << 10, 8 << 20)
-_SLOTS = _Rate(1.5e-5, 5e10, 2, 256 << 10, SLOT)
+MESSAGES = Rate(2e-5, 8e9, 3, 256 << 10, 8 << 20)
+SLOTS = Rate(1.5e-5, 5e10, 2, 256 << 10, SLOT)
 
 
 class Header(NamedTuple):
@@ -119,8 +119,7 @@ class Shadow:
 
     def address(self, total: int, itemsize: int, box: Box | None) -> Header:
         """The header of a new message; no chunk cuts an element."""
-        rate = _MESSAGES if box is None else _SLOTS
-        chunk = max(rate.chunk(total) // itemsize, 1) * itemsize
+        chunk = max((MESSAGES if box is None else SLOTS).chunk(total) // itemsize, 1) * itemsize
         number = 0 if box is None else box.number + 1
         return Header(total, FIRST // itemsize * itemsize, chunk, self.rank, next(self._tags), number)
 

@@ -13,7 +13,7 @@ from gdcomm.arenas import Arena, Box, Peer
 from gdcomm.devices.base import Event
 from gdcomm.memory.pinned import Lease, PinnedPool
 
-__all__ = ["InLane", "InMessages", "InSlots", "OutLane", "OutMessages", "OutSlots", "Pieces", "Target"]
+__all__ = ["InLane", "InMessages", "InSlots", "OutLane", "OutMessages", "OutSlots", "Patience", "Pieces", "Target"]
 
 DEPTH = 4  # MPI messages of one transfer under way at once
 _SPINS = 50  # looks at a neighbour's flag before the first pause
@@ -168,7 +168,7 @@ class InMessages:
         self._requests[self._done % len(self._requests)].Wait()
 
 
-class _Patience:
+class Patience:
     """Looks often at first, then ever less: a core may be shared with the process that is waited for."""
 
     def __init__(self) -> None:
@@ -192,7 +192,7 @@ class OutSlots:
 
     def __init__(self, box: Box) -> None:
         self._box = box
-        self._patience = _Patience()
+        self._patience = Patience()
 
     def take(self) -> _Array | None:
         found = self._box.take()
@@ -224,9 +224,10 @@ class InSlots:
 
     def __init__(self, peer: Peer, pieces: Pieces, target: Target) -> None:
         self._peer, self._pieces, self._target = peer, pieces, target
+        peer.accept(pieces.chunks)
         self._fetching: deque[Event | None] = deque()
         self._taken = self._done = 0
-        self._patience = _Patience()
+        self._patience = Patience()
 
     def advance(self) -> bool:
         while self._taken < self._pieces.chunks:
@@ -240,7 +241,7 @@ class InSlots:
         while self._fetching and (self._fetching[0] is None or self._fetching[0].query()):
             self._fetching.popleft()
             self._done += 1
-            self._peer.consume(self._done)
+            self._peer.consume()
         return self._done == self._pieces.chunks
 
     def wait(self) -> None:

@@ -10,8 +10,10 @@ from mpi4py import MPI
 
 from gdcomm.algorithms.link import Link
 from gdcomm.devices.base import Buffer
-from gdcomm.envelopes import Channel
+from gdcomm.envelopes import Channel, Pump
 from gdcomm.execution import execute
+from gdcomm.express import Express
+from gdcomm.lanes import Patience
 from gdcomm.memory.pinned import pool_of
 from gdcomm.operations import OPERATIONS
 from gdcomm.paths import Paths
@@ -72,10 +74,20 @@ class DeviceLink(Link):
         ranks: of the communicator, those that the link joins.
         rank: this one's place among them.
         op: MPI's name of the operator, "" if nothing is reduced.
+        express: for messages between ranks of a node; None: all go as others do.
     """
 
-    def __init__(self, channel: Channel, paths: Paths, tag: int, ranks: Sequence[int], rank: int, op: str = "") -> None:
-        self._paths, self._tag, self._op = paths, tag, op
+    def __init__(
+        self,
+        channel: Channel,
+        paths: Paths,
+        tag: int,
+        ranks: Sequence[int],
+        rank: int,
+        op: str = "",
+        express: Express | None = None,
+    ) -> None:
+        self._paths, self._tag, self._op, self._express = paths, tag, op, express
         self._ranks = [channel.peer(r) for r in ranks]
         self._comm = _Shadow(channel.shadow.comm)
         self._comm._channel = Channel(channel.shadow, None, [], channel.shadow.comm.Get_size(), {})
@@ -86,12 +98,35 @@ class DeviceLink(Link):
     def transfer(
         self, sends: Sequence[tuple[DeviceVector, int]], recvs: Sequence[tuple[DeviceVector, int]]
     ) -> None:
-        requests = [self._start("Irecv", vector, source) for vector, source in recvs if len(vector)]
-        requests += [self._start("Isend", vector, dest) for vector, dest in sends if len(vector)]
+        pumps: list[Pump] = []
+        requests: list[MPI.Request] = []
+        for name, messages in (("Irecv", recvs), ("Isend", sends)):
+            for rank, buffers in self._by_rank(messages).items():
+                pump = self._pump(name, rank, buffers)
+                if pump is not None:
+                    pumps.append(pump)
+                else:
+                    requests += [self._start(name, buffer, rank) for buffer in buffers]
+        patience = Patience()
+        while pumps := [pump for pump in pumps if not pump.query()]:
+            patience.pause()
         Request.Waitall(requests)
 
-    def _start(self, name: str, vector: DeviceVector, rank: int) -> MPI.Request:
-        arguments = [_bytes(vector.buffer)], self._ranks[rank], self._tag
+    def _by_rank(self, messages: Sequence[tuple[DeviceVector, int]]) -> dict[int, list[Buffer]]:
+        """The messages of each of the shadow's ranks, in order."""
+        found: dict[int, list[Buffer]] = {}
+        for vector, rank in messages:
+            if len(vector):
+                found.setdefault(self._ranks[rank], []).append(vector.buffer)
+        return found
+
+    def _pump(self, name: str, rank: int, buffers: Sequence[Buffer]) -> Pump | None:
+        if self._express is None:
+            return None
+        return (self._express.send if name == "Isend" else self._express.receive)(rank, buffers)
+
+    def _start(self, name: str, buffer: Buffer, rank: int) -> MPI.Request:
+        arguments = [_bytes(buffer)], rank, self._tag
         request: MPI.Request = execute(self._comm, self._paths, OPERATIONS[name], arguments, None)
         return request
 

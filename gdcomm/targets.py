@@ -20,7 +20,7 @@ from gdcomm.transports.base import Side, prefix, split_spec
 from gdcomm.transports.host import HostSide
 from gdcomm.transports.staged import StagedSide
 
-__all__ = ["Arrival", "DirectTarget", "FlatTarget", "device_target", "host_target", "to_ourselves"]
+__all__ = ["Arrival", "DirectTarget", "FlatTarget", "device_target", "fetch", "host_target", "to_ourselves"]
 
 _Array = np.ndarray[Any, Any]
 
@@ -91,7 +91,7 @@ class MirrorTarget(FlatTarget):
     def fetch(self, arena: Arena, memory: _Array, offset: int) -> Event | None:
         if self._whole:
             return super().fetch(arena, memory, offset)
-        return _fetch(self._buffer, arena, memory, offset)
+        return fetch(self._buffer, arena, memory, offset)
 
     def finish(self, nbytes: int) -> list[Event]:
         if self._whole:  # chunks may end within an element of it
@@ -125,14 +125,14 @@ class DirectTarget:
         pass
 
     def fetch(self, arena: Arena, memory: _Array, offset: int) -> Event | None:
-        return _fetch(self._buffer, arena, memory, offset)
+        return fetch(self._buffer, arena, memory, offset)
 
     def finish(self, nbytes: int) -> list[Event]:
         return []
 
 
-def _fetch(buffer: Buffer, arena: Arena, memory: _Array, offset: int) -> Event:
-    """Queue the copy from a slot to the device."""
+def fetch(buffer: Buffer, arena: Arena, memory: _Array, offset: int) -> Event:
+    """Queue the copy from a slot to the device; the event tells when the slot may be used again."""
     arena.lock(buffer.device)  # if that fails, the driver's detour is slow, and as right
     buffer.device.to_device(buffer, memory, offset)
     return buffer.device.record(buffer.stream)

@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from gdcomm import devices
 from gdcomm.algorithms import parts
-from gdcomm.devices.base import Buffer
+from gdcomm.devices.base import Buffer, Device
 from gdcomm.links import DeviceVector
 from gdcomm.operations import Operation
 from gdcomm.reductions import name_of
@@ -191,6 +191,7 @@ class Call:
         self.root = _rank(arguments[operation.root], ranks) if operation.root >= 0 else None
         self.op = name_of(arguments[operation.op]) if operation.op >= 0 else ""
         self.dtype: np.dtype[Any] | None = None  # of the arrays that were found
+        self.device: Device | None = None
         self._stream = stream
         self._pair: tuple[Buffer, Buffer] | None = None  # sent and received, if on different streams
 
@@ -257,7 +258,7 @@ class Call:
             return None
         if writes:
             buffer.require_writable(self.operation.name, "buf" if side == "both" else "recvbuf")
-        self.dtype = buffer.dtype
+        self.dtype, self.device = buffer.dtype, buffer.device
         vector = DeviceVector(buffer._replace(shape=(buffer.nbytes // buffer.dtype.itemsize,)))
         shared = _shared(self.operation, side, in_place)
         varying = shared and self.operation.name.endswith("v")

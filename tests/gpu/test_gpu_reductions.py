@@ -182,7 +182,8 @@ def test_bytes_that_are_no_truth_values_count_as_true(device):
 
 def test_the_call_is_ordered_on_the_stream_of_out_and_does_not_wait(device):
     x = cupy.zeros(1 << 20, np.float32)
-    device.reduce("SUM", *[device.find(x)] * 3)  # compiled
+    x += 3  # compiled, and so is the next
+    device.reduce("SUM", *[device.find(x)] * 3)
     for stream in (cupy.cuda.Stream(), cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream.null):
         with stream:
             x, y = cupy.zeros(1 << 20, np.float32), cupy.zeros(1 << 20, np.float32)

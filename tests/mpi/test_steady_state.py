@@ -232,7 +232,7 @@ def test_a_pending_transfer_holds_a_few_chunks(comm, peak, lane, nbytes):
     x, y = DEVICE.array(values(nbytes // 4)), DEVICE.zeros(nbytes // 4, np.float32)
     pool, budget = pool_of(DEVICE), of_process()
     held, used = pool.stats()["leased"], budget.used
-    chunk = size_class(envelopes._MESSAGES.chunk(nbytes)) if lane == "messages" else 0
+    chunk = size_class(envelopes.MESSAGES.chunk(nbytes)) if lane == "messages" else 0
     sender = size_class(ENVELOPE) + DEPTH * chunk
     receiver = DEPTH * chunk + (size_class(nbytes) if nbytes <= LARGEST_PINNED else 0)
     sending = comm.Isend(x, NEXT)

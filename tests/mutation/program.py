@@ -348,6 +348,19 @@ def large_in_a_row(comm, peer):
             check(f"large message {i} of many", y, ramp(size, 700.0 * i + peer), s)
 
 
+def broadcasts_in_a_row(comm, peer):
+    """A slot is filled again only when the copy out of it is over: the receiver does not wait for its streams."""
+    received = []
+    for i in range(4):
+        s = stream()
+        x = queued(ramp(131077, 30.0 * i + comm.rank), s)
+        with s:
+            comm.Bcast(x, 0)
+        received.append((x, s))
+    for i, (x, s) in enumerate(received):
+        check(f"broadcast {i} in a row", x, ramp(131077, 30.0 * i), s)
+
+
 def in_objects(comm, peer):
     """Device arrays in Python objects: the same promises."""
     for size in SIZES:
@@ -524,6 +537,7 @@ def main():
     peer = 1 - comm.rank
     for case in (
         blocking_both_ways, sendrecv, two_streams, collectives, layouts, mixed_ends, many_in_a_row, large_in_a_row,
+        broadcasts_in_a_row,
         nonblocking, completion, persistent, in_objects, other_ends_of_envelopes, exchanges_after_a_probe,
         error_between, error_in_a_slot, error_before_an_envelope,
     ):  # fmt: skip

@@ -2,7 +2,8 @@
 
 Every process has one *arena*: an anonymous file that its neighbours open through /proc. In it are *slots* for data
 and *boxes*. A box belongs to one message at a time: the sender says in it how many chunks are there and in which
-slots, the receiver how many it wants and how many it is done with. The sender's GPU writes a slot, the receiver's GPU reads it.
+slots, the receiver how many it wants and how many it is done with. The sender's GPU writes a slot, the receiver's GPU
+reads it.
 
 A message gets slots only once its receiver has accepted it. From then on the receiver takes chunks whatever its
 program does, so slots always come back, and no message waits for another one's receiver. A box may also stay with two

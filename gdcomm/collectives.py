@@ -233,7 +233,7 @@ def _job(comm: Any, channel: Channel, call: Call, nbytes: int) -> _Job:
     if tag is None:
         tag = channel.notes["tag"] = _agree_tag(comm, channel)
     express = channel.notes.get("express")
-    if express is None and comm._paths.transport(OPERATIONS["Isend"]) == "staged":
+    if express is None and call.device is not None and comm._paths.transport(OPERATIONS["Isend"]) == "staged":
         express = channel.notes["express"] = Express(comm, channel, call.device)
     link = DeviceLink(channel, comm._paths, tag, range(call.ranks), call.rank, call.op, express)
     return _Job(_NAMES[call.operation.name], nbytes, link, _layout(comm, channel), comm)

@@ -32,7 +32,8 @@ from gdcomm.lanes import InLane, InMessages, InSlots, OutLane, OutMessages, OutS
 from gdcomm.memory.pinned import Lease, pool_of
 
 __all__ = [
-    "ENVELOPE", "FIRST", "MESSAGES", "SLICE", "SLOTS", "SMALLEST", "Channel", "Header", "Incoming", "Outgoing", "Pump", "Shadow", "too_long",
+    "ENVELOPE", "FIRST", "MESSAGES", "SLICE", "SLOTS", "SMALLEST", "Channel", "Header", "Incoming", "Outgoing", "Pump",
+    "Shadow", "too_long",
 ]  # fmt: skip
 
 ENVELOPE = 1093 * 96  # bytes: whole elements of most types, a length that few messages have, and more than `Slots.SIZE`

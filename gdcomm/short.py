@@ -14,7 +14,7 @@ from gdcomm import devices
 from gdcomm.devices.base import Buffer
 from gdcomm.envelopes import ENVELOPE
 from gdcomm.large import LIMIT
-from gdcomm.memory.pinned import Slot, Slots, pool_of
+from gdcomm.memory.pinned import Lease, Slot, Slots, pool_of
 from gdcomm.operations import Operation
 from gdcomm.reductions import substitute
 from gdcomm.targets import Arrival, DirectTarget
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["short"]
 
+_MESSAGES = ("p2p", "copy")  # groups of operations that may come, or go, in an envelope
 _InPlace = type(MPI.IN_PLACE)
 _fromaddress = MPI.buffer.fromaddress
 
@@ -39,59 +40,79 @@ def short(comm: Any, paths: Paths, operation: Operation, arguments: tuple[Any, .
         arguments: the method's arguments, all of them.
         stream: the user's stream or None.
     """
-    call = list(arguments)
-    results: list[tuple[Buffer, Slot]] = []
-    buffer, in_place = None, False
-    arrival: Arrival | None = None  # of a message that may come in an envelope
+    found: list[tuple[int, Buffer, MPI.Datatype]] = []
+    in_place = False
     for position in operation.buffers:
-        array = call[position]
+        array = arguments[position]
         if type(array) is _InPlace:
             in_place = True
             continue
         buffer = None if isinstance(array, (list, tuple)) else devices.find(array, stream)
-        if buffer is None or buffer.strides is not None:
+        if buffer is None or buffer.strides is not None or buffer.nbytes > LIMIT:
             return False
-        writes = position != operation.send
         datatype = datatype_of(buffer.dtype)
+        if datatype is None or (buffer.readonly and position != operation.send):
+            return False
         if operation.op >= 0 and buffer.dtype.num > 16:  # not one of MPI's numbers
             return False
-        if datatype is None or buffer.nbytes > LIMIT or (writes and buffer.readonly):
-            return False
-        if paths.transport(operation) == "mpi":
-            buffer.device.synchronize(buffer.stream)
-            call[position] = [_fromaddress(buffer.ptr, buffer.nbytes), datatype]
-            if writes and operation.counted and buffer.nbytes >= ENVELOPE and comm._channel is not None:
-                arrival = Arrival(comm._channel, DirectTarget(buffer, buffer.nbytes), True)
-            continue
-        if buffer.nbytes > Slots.SIZE:
-            return False
-        slot = pool_of(buffer.device).slots().take()
-        call[position] = [_fromaddress(slot.address, buffer.nbytes), datatype]
-        if writes:
-            results.append((buffer, slot))
-        if buffer.nbytes and operation.reads(comm, position, arguments, in_place):
-            buffer.device.copy(slot.address, buffer.ptr, buffer.nbytes, buffer.stream)
-            try:
-                buffer.device.synchronize(buffer.stream)
-            except BaseException:
-                slot.event = buffer.device.record(buffer.stream)  # the copy may still come
-                raise
-    if buffer is None:  # both in place: MPI knows what to say
+        found.append((position, buffer, datatype))
+    if not found:  # both in place: MPI knows what to say
         return False
+    direct = paths.transport(operation) == "mpi"
+    if not direct and operation.group in _MESSAGES and any(b.nbytes > Slots.SIZE for _, b, _ in found):
+        return False
+    call = list(arguments)
     if operation.op >= 0:
-        op = substitute(buffer.dtype, call[operation.op])
+        op = substitute(found[-1][1].dtype, call[operation.op])
         if op is not None:
             call[operation.op] = op
-    if not results and arrival is None:
-        operation.call(comm, *call)
-        return True
-    status = operation.receipt(call) if operation.counted else None
-    operation.call(comm, *call)
-    if arrival is not None and status is not None:
-        arrival.complete(status)
-    for buffer, slot in results:
-        nbytes = buffer.nbytes if status is None else status.Get_elements(MPI.BYTE)
-        if nbytes:
-            buffer.device.copy(buffer.ptr, slot.address, nbytes, buffer.stream)
-            slot.event = buffer.device.record(buffer.stream)
+    if direct:
+        _direct(comm, operation, call, found)
+    else:
+        _staged(comm, operation, call, found, in_place)
     return True
+
+
+def _direct(comm: Any, operation: Operation, call: list[Any], found: list[tuple[int, Buffer, MPI.Datatype]]) -> None:
+    """MPI moves device memory, once the stream has come to it."""
+    arrival: Arrival | None = None  # of a message that may come in an envelope
+    for position, buffer, datatype in found:
+        buffer.device.synchronize(buffer.stream)
+        call[position] = [_fromaddress(buffer.ptr, buffer.nbytes), datatype]
+        may_come = position != operation.send and operation.counted and buffer.nbytes >= ENVELOPE
+        if may_come and comm._channel is not None:
+            arrival = Arrival(comm._channel, DirectTarget(buffer, buffer.nbytes), True)
+    if arrival is None:
+        operation.call(comm, *call)
+        return
+    status = operation.receipt(call)
+    operation.call(comm, *call)
+    if status is not None:
+        arrival.complete(status)
+
+
+def _staged(
+    comm: Any, operation: Operation, call: list[Any], found: list[tuple[int, Buffer, MPI.Datatype]], in_place: bool
+) -> None:
+    """MPI moves page-locked memory."""
+    taken: list[tuple[Buffer, Slot | Lease, bool]] = []
+    try:
+        for position, buffer, datatype in found:
+            pool = pool_of(buffer.device)
+            block = pool.slots().take() if buffer.nbytes <= Slots.SIZE else pool.lease(buffer.nbytes)
+            taken.append((buffer, block, position != operation.send))
+            call[position] = [_fromaddress(block.address, buffer.nbytes), datatype]
+            if buffer.nbytes and operation.reads(comm, position, call, in_place):
+                buffer.device.copy(block.address, buffer.ptr, buffer.nbytes, buffer.stream)
+                buffer.device.synchronize(buffer.stream)
+        status = operation.receipt(call) if operation.counted else None
+        operation.call(comm, *call)
+    except BaseException:
+        for buffer, block, _ in taken:
+            block.release(buffer.device.record(buffer.stream))  # a copy may still come
+        raise
+    for buffer, block, written in taken:
+        nbytes = 0 if not written else buffer.nbytes if status is None else status.Get_elements(MPI.BYTE)
+        if nbytes:
+            buffer.device.copy(buffer.ptr, block.address, nbytes, buffer.stream)
+        block.release(buffer.device.record(buffer.stream) if nbytes else None)

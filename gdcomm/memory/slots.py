@@ -24,6 +24,10 @@ class Slot:
         self.address = address_of(array)
         self.event: Event | None = None
 
+    def release(self, event: Event | None) -> None:
+        """Give it back to the ring; it is used again once `event` is done."""
+        self.event = event
+
 
 class Slots:
     """One thread's ring of small pinned blocks: no lock, no search, no allocation.

@@ -422,9 +422,17 @@ def test_pinned_memory_is_bounded_at_the_sender(comm):
     assert y.all()
 
 
-def test_first_large_sends_of_several_threads(comm):
-    """The arena is made once, whoever comes first: in a process that has sent none yet."""
-    arenas.own.cache_clear()
+def test_first_large_sends_of_several_threads(comm, monkeypatch):
+    """The arena is made once, whoever comes first."""
+    known, made = arenas.own(), []
+
+    def make():
+        arena = arenas._Own(arenas._file()[0])
+        arena._free_boxes, arena.free_slots = known._free_boxes, known.free_slots  # others may be in use
+        made.append(arena)
+        return arena
+
+    monkeypatch.setattr(envelopes, "own", arenas.once(make))
     threads, count = 4, COUNT
     arrays = [empty("device") for _ in range(threads)]
     receiving = [comm.Irecv(y, LAST, tag) for tag, y in enumerate(arrays)]
@@ -444,6 +452,7 @@ def test_first_large_sends_of_several_threads(comm):
         worker.join()
     for i, y in enumerate(arrays):
         assert np.array_equal(read(y), values(rank=LAST) + i)
+    assert len(made) == 1
 
 
 def test_a_kept_message_is_delivered_while_another_one_comes_in_a_derived_datatype(comm):

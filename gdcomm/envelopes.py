@@ -192,6 +192,9 @@ class Pump:
 class Outgoing(Pump):
     """The sender's part: device to page-locked memory, and on, several chunks at once. Also a `transports.base.Side`.
 
+    Chunks are copied on a stream of their own: they wait for nothing that the program queues after the call, and meet
+    what it receives.
+
     Args:
         channel: the communicator's.
         buffer: the array, whose first `nbytes` content bytes are sent.
@@ -211,6 +214,7 @@ class Outgoing(Pump):
         else:
             self._lane = OutMessages(channel.shadow.comm, peer, header.tag, pool, header, header.chunk)
         self._envelope: Lease = pool.lease(ENVELOPE)
+        self._side: Any = None  # the chunks' stream
         self._copying: deque[Event] = deque()  # chunks that are on their way to the host
         self._last: Event | None = None
         self._copied = self._sent = 0  # chunks
@@ -219,10 +223,14 @@ class Outgoing(Pump):
     def begin(self) -> None:
         """Queue the copies of the envelope and of the first chunks."""
         envelope, first = self._envelope.array, self._header.first
+        device, stream = self._buffer.device, self._buffer.stream
         self._shadow.write(envelope, self._header)
         if first:
-            self._buffer.device.to_host(envelope[:first], self._buffer)
-        self._last = self._sealed = self._buffer.device.record(self._buffer.stream)
+            device.to_host(envelope[:first], self._buffer)
+        self._last = self._sealed = device.record(stream)
+        self._side = device.borrow_stream()
+        device.wait_event(self._side, self._sealed)
+        self._buffer = self._buffer._replace(stream=self._side)
         self._copy()
 
     def ready(self) -> None:
@@ -265,6 +273,8 @@ class Outgoing(Pump):
         """Give the memory back."""
         if self._envelope.released:
             return
+        if self._side is not None:
+            self._buffer.device.return_stream(self._side)
         self._envelope.array[FIRST:] = 0  # a header must not be found again in recycled memory
         self._envelope.release(self._last)
         begun = self._last is not None

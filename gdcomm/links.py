@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -100,24 +101,26 @@ class DeviceLink(Link):
     ) -> None:
         pumps: list[Pump] = []
         requests: list[MPI.Request] = []
-        for name, messages in (("Irecv", recvs), ("Isend", sends)):
-            for rank, buffers in self._by_rank(messages).items():
-                pump = self._pump(name, rank, buffers)
-                if pump is not None:
-                    pumps.append(pump)
-                else:
-                    requests += [self._start(name, buffer, rank) for buffer in buffers]
-        patience = Patience()
-        while pumps := [pump for pump in pumps if not pump.query()]:
-            patience.pause()
-        Request.Waitall(requests)
+        with _beside(sends, recvs) as side:
+            for name, messages, stream in (("Irecv", recvs, None), ("Isend", sends, side)):
+                for rank, buffers in self._by_rank(messages, stream).items():
+                    pump = self._pump(name, rank, buffers)
+                    if pump is not None:
+                        pumps.append(pump)
+                    else:
+                        requests += [self._start(name, buffer, rank) for buffer in buffers]
+            patience = Patience()
+            while pumps := [pump for pump in pumps if not pump.query()]:
+                patience.pause()
+            Request.Waitall(requests)
 
-    def _by_rank(self, messages: Sequence[tuple[DeviceVector, int]]) -> dict[int, list[Buffer]]:
-        """The messages of each of the shadow's ranks, in order."""
+    def _by_rank(self, messages: Sequence[tuple[DeviceVector, int]], stream: Any) -> dict[int, list[Buffer]]:
+        """The messages of each of the shadow's ranks, in order, on another stream if one is given."""
         found: dict[int, list[Buffer]] = {}
         for vector, rank in messages:
             if len(vector):
-                found.setdefault(self._ranks[rank], []).append(vector.buffer)
+                buffer = vector.buffer if stream is None else vector.buffer._replace(stream=stream)
+                found.setdefault(self._ranks[rank], []).append(buffer)
         return found
 
     def _pump(self, name: str, rank: int, buffers: Sequence[Buffer]) -> Pump | None:
@@ -177,6 +180,23 @@ class DeviceLink(Link):
         for buffer in self._scratch:
             keep(buffer.device.record(buffer.stream), buffer)
         self._scratch.clear()
+
+
+@contextmanager
+def _beside(
+    sends: Sequence[tuple[DeviceVector, int]], recvs: Sequence[tuple[DeviceVector, int]]
+) -> Iterator[Any]:
+    """A stream on which large vectors are sent while others are received: the link carries both ways at once."""
+    if min(sum(vector.nbytes for vector, _ in messages) for messages in (sends, recvs)) < _LONG:
+        yield None
+        return
+    buffer = sends[0][0].buffer
+    stream = buffer.device.borrow_stream()
+    try:
+        buffer.device.wait_event(stream, buffer.device.record(buffer.stream))
+        yield stream
+    finally:
+        buffer.device.return_stream(stream)
 
 
 def _bytes(buffer: Buffer) -> Buffer:

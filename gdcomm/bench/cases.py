@@ -274,8 +274,30 @@ def _p2p(comm: Any, plain: Any, arrays: Any, nbytes: int, dtype: Any) -> Case:
     return Case(call, y, expected, count * np.dtype(dtype).itemsize, 1.0)
 
 
+def _exchange(comm: Any, plain: Any, arrays: Any, nbytes: int, dtype: Any) -> Case:
+    """The first and the last rank send to each other at the same time; the bandwidth is that of both ways together."""
+    count = max(1, nbytes // np.dtype(dtype).itemsize)
+    rank, last = plain.Get_rank(), plain.Get_size() - 1
+    x, y = arrays.make(_values(rank, count, dtype)), arrays.make(np.zeros(count, dtype))
+    peer = last - rank
+
+    def call() -> None:
+        if rank not in (0, last):
+            return
+        if isinstance(comm, MPI.Comm):
+            receiving = comm.Irecv(y, peer)
+            comm.Isend(x, peer).Wait()
+            receiving.Wait()
+        else:  # by hand, which is blocking
+            comm.Sendrecv(x, peer, 0, y, peer, 0)
+
+    expected = _values(peer, count, dtype) if rank in (0, last) else None
+    return Case(call, y, expected, count * np.dtype(dtype).itemsize, 2.0)
+
+
 CASES: dict[str, Callable[..., Case]] = {
     "p2p": _p2p,
+    "exchange": _exchange,
     "bcast": _bcast,
     "reduce": _simple("Reduce", rooted=True),
     "allreduce": _simple("Allreduce"),

@@ -94,7 +94,7 @@ def _row(
         if column in ("raw", "aware", "pinned", "naive") and wire_dtype(dtype) is not None:
             figure.why = f"mpi4py can't do {dtype}"
             continue
-        if name == "p2p" and world.Get_size() < 2:
+        if name in ("p2p", "exchange") and world.Get_size() < 2:
             figure.why = "needs 2 ranks"
             continue
         try:

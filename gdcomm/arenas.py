@@ -5,6 +5,8 @@ and *boxes*. A box belongs to one message at a time: the sender says in it how m
 slots, the receiver how many it wants and how many it is done with. The sender's GPU writes a slot, the receiver's GPU
 reads it.
 
+Boxes have no locks: what makes their numbers and the slots agree is the order of stores (see `fences`).
+
 A message gets slots only once its receiver has accepted it. From then on the receiver takes chunks whatever its
 program does, so slots always come back, and no message waits for another one's receiver. A box may also stay with two
 processes and serve one message after another: then its counts go on.
@@ -25,6 +27,7 @@ import numpy as np
 
 from gdcomm.devices.base import Device
 from gdcomm.errors import DeviceError
+from gdcomm.fences import Fence, open_fence
 from gdcomm.memory.registered import registry_of
 
 __all__ = ["SLOT", "Address", "Arena", "Box", "Peer", "here", "once", "own", "visible"]
@@ -72,6 +75,9 @@ class Arena:
     """
 
     def __init__(self, fd: int) -> None:
+        fence = _fence()
+        assert fence is not None  # else no process has an address
+        self.fence: Fence = fence
         memory = np.frombuffer(mmap.mmap(fd, _NBYTES), np.uint8)
         boxes = memory[_FIRST_BOX : _FIRST_BOX + BOXES * _WORDS * 8]
         self._boxes = boxes.view(np.uint64).reshape(BOXES, _WORDS)
@@ -133,6 +139,7 @@ class Box:
         self._arena, self.number = arena, number
         self._words = arena.words(number)
         self._words[:] = 0
+        self._fence = arena.fence
         self._held: list[int] = []  # slots of chunks that are not consumed, in order
         self.produced = self._consumed = 0
 
@@ -151,11 +158,13 @@ class Box:
         """The oldest chunk that was not told yet is in its slot."""
         self._words[_RING + self.produced % PER_MESSAGE] = self._held[self.produced - self._consumed]
         self.produced += 1
-        self._words[_PRODUCED] = self.produced  # after the slot's number, and after the data
+        self._fence()  # the data and the slot's number come first
+        self._words[_PRODUCED] = self.produced
 
     def consumed(self) -> int:
         """How many chunks the receiver is done with."""
         count = int(self._words[_CONSUMED])
+        self._fence()  # nothing goes to a slot before
         for _ in range(count - self._consumed):
             self._arena.free_slots.append(self._held.pop(0))
         self._consumed = count
@@ -183,6 +192,7 @@ class Peer:
     def __init__(self, address: Address, box: int) -> None:
         self.arena = _opened(address)
         self._words = self.arena.words(box)
+        self._fence = self.arena.fence
         self._accepted = self._taken = self._consumed = 0
 
     def accept(self, chunks: int) -> None:
@@ -194,6 +204,7 @@ class Peer:
         """The slot of the next chunk; None if it is not there yet."""
         if self._taken == int(self._words[_PRODUCED]):
             return None
+        self._fence()  # the slot's number and its data are read after
         slot = int(self._words[_RING + self._taken % PER_MESSAGE])
         self._taken += 1
         return self.arena.slots[slot]
@@ -201,10 +212,16 @@ class Peer:
     def consume(self) -> None:
         """The oldest chunk that was not told yet is out of its slot."""
         self._consumed += 1
+        self._fence()  # the slot has been read
         self._words[_CONSUMED] = self._consumed
 
 
 # -- finding one another -------------------------------------------------------------------------
+
+
+@once
+def _fence() -> Fence | None:
+    return open_fence()
 
 
 @once
@@ -223,9 +240,9 @@ def _file() -> tuple[int, bytes] | None:
 
 
 def here() -> Address | None:
-    """The address of this process's arena."""
+    """The address of this process's arena; None if it can have none."""
     file = _file()
-    if file is None:
+    if file is None or _fence() is None:
         return None
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import weakref
+from collections import Counter
 from typing import NamedTuple, cast
 
+import numpy as np
 from mpi4py import MPI
 
 from gdcomm import devices
 from gdcomm.arenas import Address, here, once, visible
 from gdcomm.envelopes import Channel, Shadow
 
-__all__ = ["channel_of", "facts", "open_channel"]
+__all__ = ["channel_of", "facts", "free_unused", "open_channel"]
 
 
 class _Facts(NamedTuple):
@@ -43,11 +46,15 @@ def open_channel(comm: MPI.Intracomm, everyone: list[_Facts]) -> Channel | None:
         return known
     if not (all(rank.threads for rank in everyone) and any(rank.devices for rank in everyone)):
         return None
+    free_unused(comm)
     seen = visible([rank.arena for rank in everyone])
     shown = MPI.Intracomm.alltoall(comm, seen)  # who sees mine
     near = [rank.arena if a and b else None for rank, a, b in zip(everyone, seen, shown, strict=True)]
     names = [rank.arena.node if rank.arena else str(i) for i, rank in enumerate(everyone)]
-    shadow = Shadow(MPI.Intracomm(comm).Dup(), everyone[0].secret, near, [names.index(name) for name in names])
+    # Not Dup: what the program has attached to its communicator is not for the hidden one.
+    hidden, secret = MPI.Intracomm(MPI.Intracomm.Split(comm)), everyone[0].secret
+    shadow = Shadow(hidden, secret, near, [names.index(name) for name in names])
+    weakref.finalize(shadow, _unused.__setitem__, secret, hidden).atexit = False
     return _remember(comm, Channel(shadow, None, [], len(everyone), {}))
 
 
@@ -57,6 +64,34 @@ def channel_of(comm: MPI.Comm, parent: Channel | None) -> Channel | None:
     if known is not None or parent is None or comm.Is_inter():
         return known
     return _remember(comm, parent.derive(comm))
+
+
+# Hidden communicators, by their secrets, whose shadows nobody in this process can reach any more. Channels refer to a
+# shadow, and MPI's communicators to channels; so do transfers and kept messages, which may outlive a communicator.
+_unused: dict[bytes, MPI.Intracomm] = {}
+
+
+def free_unused(comm: MPI.Intracomm) -> None:
+    """Free the hidden communicators that none of their ranks uses any more, if these are all here; collective.
+
+    To free one is collective. But the family's last communicator may be one of fewer ranks, a transfer may outlive it,
+    and Python's garbage collection is no common event at all. So it is done where ranks come together anyway: whenever
+    they make a communicator.
+    """
+    mine: dict[bytes, MPI.Intracomm] = {}
+    while _unused:  # taken out: other threads do this with other communicators
+        mine.update([_unused.popitem()])
+    try:
+        most = np.zeros(1, np.int64)
+        MPI.Intracomm.Allreduce(comm, np.array([len(mine)], np.int64), most, MPI.MAX)
+        if not most[0]:
+            return
+        named = Counter(secret for each in MPI.Intracomm.allgather(comm, list(mine)) for secret in each)
+        for secret in sorted(mine):
+            if named[secret] == mine[secret].Get_size():
+                mine.pop(secret).Free()
+    finally:
+        _unused.update(mine)
 
 
 def _remember(comm: MPI.Comm, channel: Channel) -> Channel:

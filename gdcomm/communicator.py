@@ -17,7 +17,7 @@ from gdcomm.api.objects import NeighborObjects, Objects
 from gdcomm.api.p2p import PointToPoint
 from gdcomm.api.persistent import PersistentCollectives, PersistentScans
 from gdcomm.capabilities import local_capabilities
-from gdcomm.channels import channel_of, facts, open_channel
+from gdcomm.channels import channel_of, facts, free_unused, open_channel
 from gdcomm.collectives import NEVER, Limits, chosen, limits
 from gdcomm.envelopes import Channel
 from gdcomm.errors import BufferSpecError
@@ -105,8 +105,26 @@ class _Derives(_Comm):
                 return _unpickle, (name, self._paths)
         return super().__reduce__()  # type: ignore[return-value]
 
-    def _wrap(self, comm: Any) -> Any:
+    def _wrap(self, comm: Any, everyone: bool = True) -> Any:
+        """Wrap a communicator made of this one.
+
+        Args:
+            comm: the communicator.
+            everyone: all ranks of this one have come to make it.
+        """
+        if everyone and self._channel is not None:
+            free_unused(self)  # type: ignore[arg-type]  # intercommunicators have no channel
         return wrap(comm, self._paths, self._channel)
+
+    def Free(self) -> None:
+        """Free the communicator; collective. What MPI and gdcomm have under way on it comes to its end."""
+        super().Free()
+        self._channel, self._limits = None, NEVER
+
+    def Disconnect(self) -> None:
+        """Free the communicator when MPI has nothing under way on it; collective."""
+        super().Disconnect()
+        self._channel, self._limits = None, NEVER
 
     def Dup(self, info: MPI.Info | None = None) -> Any:
         """Duplicate; collective."""
@@ -123,12 +141,12 @@ class _Derives(_Comm):
     def Idup(self, info: MPI.Info | None = None) -> Any:
         """Nonblocking duplicate: the communicator and a request."""
         comm, request = super().Idup(info)
-        return self._wrap(comm), request
+        return self._wrap(comm, everyone=False), request
 
     def Idup_with_info(self, info: MPI.Info) -> Any:
         """Nonblocking duplicate with other hints."""
         comm, request = super().Idup_with_info(info)
-        return self._wrap(comm), request
+        return self._wrap(comm, everyone=False), request
 
     def Create(self, group: MPI.Group) -> Any:
         """Communicator of a group; collective over this one."""
@@ -144,7 +162,7 @@ class _Derives(_Comm):
 
     def Shrink(self) -> Any:
         """Communicator of the ranks that live (where MPI can tell)."""
-        return self._wrap(super().Shrink())
+        return self._wrap(super().Shrink(), everyone=False)
 
 
 class Communicator(
@@ -197,7 +215,7 @@ class Communicator(
 
     def Create_group(self, group: MPI.Group, tag: int = 0) -> Any:
         """Communicator of a group; collective over the group only."""
-        return self._wrap(super().Create_group(group, tag))
+        return self._wrap(super().Create_group(group, tag), everyone=False)
 
     def Create_cart(
         self, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False

@@ -17,7 +17,6 @@ import itertools
 import math
 import struct
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -30,6 +29,7 @@ from gdcomm.arguments import ArgumentError
 from gdcomm.devices.base import Buffer, Device, Event
 from gdcomm.lanes import InLane, InMessages, InSlots, OutLane, OutMessages, OutSlots, Target
 from gdcomm.memory.pinned import Lease, pool_of
+from gdcomm.patience import moved
 
 __all__ = [
     "ENVELOPE", "FIRST", "MESSAGES", "SLICE", "SLOTS", "SMALLEST", "Channel", "Header", "Incoming", "Outgoing", "Pump",
@@ -186,7 +186,8 @@ class Pump:
             self._wait()
 
     def _wait(self) -> None:
-        time.sleep(0)
+        """Block until something may have changed."""
+        raise NotImplementedError
 
 
 class Outgoing(Pump):
@@ -249,6 +250,7 @@ class Outgoing(Pump):
             self._copying.popleft()
             self._lane.send(self._header.piece(self._sent)[1])
             self._sent += 1
+            moved()
         return done == self._header.chunks
 
     def _copy(self) -> None:
@@ -262,6 +264,7 @@ class Outgoing(Pump):
             self._last = buffer.device.record(buffer.stream)
             self._copying.append(self._last)
             self._copied += 1
+            moved()
 
     def _wait(self) -> None:
         if self._copying:

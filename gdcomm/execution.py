@@ -87,6 +87,11 @@ class Plan:
         self.large = False  # perhaps more elements than a C int counts
         self.arrival: Arrival | None = None  # of a message that may come in an envelope
 
+    @property
+    def sends(self) -> bool:
+        """Whether it only sends."""
+        return self.operation.send >= 0 > self.operation.recv
+
     def begin(self) -> None:
         for side in self.sides:
             side.begin()

@@ -17,6 +17,7 @@ from mpi4py import MPI
 from gdcomm.arenas import Box, Peer
 from gdcomm.devices.base import Buffer, Device, Event
 from gdcomm.envelopes import SLOTS, Channel, Pump
+from gdcomm.patience import moved
 from gdcomm.targets import fetch
 
 __all__ = ["Express", "Receiving", "Sending"]
@@ -61,6 +62,7 @@ class Sending(Pump):
         while self._copying and self._copying[0].query():
             self._copying.popleft()
             box.produce()
+            moved()
         return consumed == self._goal
 
 
@@ -86,6 +88,7 @@ class Receiving(Pump):
         while self._fetching and self._fetching[0].query():
             self._fetching.popleft()
             peer.consume()
+            moved()
         return not (self._left or self._fetching)
 
 
@@ -119,9 +122,8 @@ class Express:
         peer = self._peers[source]
         return None if peer is None else Receiving(peer, buffers)
 
-    def close(self) -> None:
-        """Give the boxes back: no message is under way."""
+    def __del__(self) -> None:
+        """Give the boxes back: the communicator is gone."""
         for box in self._boxes.values():
             if box is not None:
                 box.close(box.consumed() == box.produced)
-        self._boxes = dict.fromkeys(self._boxes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from typing import Any, Protocol
 
@@ -12,12 +11,11 @@ from mpi4py import MPI
 from gdcomm.arenas import Arena, Box, Peer
 from gdcomm.devices.base import Event
 from gdcomm.memory.pinned import Lease, PinnedPool
+from gdcomm.patience import Patience, moved
 
-__all__ = ["InLane", "InMessages", "InSlots", "OutLane", "OutMessages", "OutSlots", "Patience", "Pieces", "Target"]
+__all__ = ["InLane", "InMessages", "InSlots", "OutLane", "OutMessages", "OutSlots", "Pieces", "Target"]
 
 DEPTH = 4  # MPI messages of one transfer under way at once
-_SPINS = 50  # looks at a neighbour's flag before the first pause
-_LONGEST_PAUSE_S = 2e-4
 _Array = np.ndarray[Any, Any]
 
 
@@ -163,24 +161,10 @@ class InMessages:
                 return False
             self._target.placed(*self._pieces.piece(self._done))
             self._done += 1
+            moved()
 
     def wait(self) -> None:
         self._requests[self._done % len(self._requests)].Wait()
-
-
-class Patience:
-    """Looks often at first, then ever less: a core may be shared with the process that is waited for."""
-
-    def __init__(self) -> None:
-        self._looks = 0
-
-    def reset(self) -> None:
-        self._looks = 0
-
-    def pause(self) -> None:
-        self._looks += 1
-        beyond = self._looks - _SPINS
-        time.sleep(0 if beyond < 0 else min(1e-6 * 2 ** min(beyond, 20), _LONGEST_PAUSE_S))
 
 
 class OutSlots:
@@ -195,10 +179,7 @@ class OutSlots:
         self._patience = Patience()
 
     def take(self) -> _Array | None:
-        found = self._box.take()
-        if found is not None:
-            self._patience.reset()
-        return found
+        return self._box.take()
 
     def send(self, nbytes: int) -> None:
         self._box.produce()
@@ -237,11 +218,12 @@ class InSlots:
             offset, nbytes = self._pieces.piece(self._taken)
             self._fetching.append(self._target.fetch(self._peer.arena, slot[:nbytes], offset))
             self._taken += 1
-            self._patience.reset()
+            moved()
         while self._fetching and (self._fetching[0] is None or self._fetching[0].query()):
             self._fetching.popleft()
             self._done += 1
             self._peer.consume()
+            moved()
         return self._done == self._pieces.chunks
 
     def wait(self) -> None:

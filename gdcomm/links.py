@@ -14,10 +14,10 @@ from gdcomm.devices.base import Buffer
 from gdcomm.envelopes import Channel, Pump
 from gdcomm.execution import execute
 from gdcomm.express import Express
-from gdcomm.lanes import Patience
 from gdcomm.memory.pinned import pool_of
 from gdcomm.operations import OPERATIONS
 from gdcomm.paths import Paths
+from gdcomm.patience import Patience
 from gdcomm.requests import Request
 from gdcomm.transfer.copy import keep
 
@@ -109,7 +109,7 @@ class DeviceLink(Link):
                         pumps.append(pump)
                     else:
                         requests += [self._start(name, buffer, rank) for buffer in buffers]
-            patience = Patience()
+            patience = Patience(looks=200)
             while pumps := [pump for pump in pumps if not pump.query()]:
                 patience.pause()
             Request.Waitall(requests)

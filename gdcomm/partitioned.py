@@ -48,7 +48,7 @@ class Partitions:
                 f"{name}: {partitions} partitions of {count} elements need {count * itemsize * partitions} bytes; "
                 f"buf has {buffer.nbytes}"
             )
-        self._buffer, self._receives = buffer, receives
+        self._buffer, self._receives, self.sends = buffer, receives, not receives
         self._size = count * itemsize
         self._all = range(partitions)
         self._moved: set[int] = set()

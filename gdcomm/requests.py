@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -21,14 +23,24 @@ from mpi4py import MPI
 
 from gdcomm.arguments import ArgumentError
 from gdcomm.devices.base import Event
+from gdcomm.memory.pages import in_child
+from gdcomm.patience import Patience, moved
 
 __all__ = ["Pending", "Prequest", "Request", "completed"]
 
 _MPIRequest = MPI.Request  # kept: a program may bind the name in mpi4py.MPI to ours
 
+# Seconds. MPI completes a send whose request was freed, however late its receiver comes, and MPI_Finalize waits for
+# other processes anyway; so this is long. It must end: the receiver may have died, or never come.
+QUIET_AT_END_S = 60.0
+
 
 class Work(Protocol):
     """What surrounds MPI's part of an operation (see `execution.Plan`)."""
+
+    @property
+    def sends(self) -> bool:
+        """Whether it only sends: a receiver counts on it, also if the program does not."""
 
     def begin(self) -> None:
         """Prepare what MPI sees; blocks until it may look."""
@@ -69,6 +81,12 @@ class Pending:
         self.done = False
         self.grequest = MPI.Grequest.Start(self._query, None, self._cancel)
 
+    @property
+    def sends(self) -> bool:
+        """Whether a message is still to be sent."""
+        work = self._work
+        return work is not None and work.sends
+
     def poll(self) -> bool:
         """Advance without waiting; True when the operation is complete."""
         if self.done or not self._lock.acquire(blocking=False):
@@ -85,6 +103,7 @@ class Pending:
             if self._events is None:
                 if not self.inner.Test(self._status):
                     return
+                moved()
                 self.cancelled = self._status.Is_cancelled()
                 if not self.cancelled:  # a collective's status counts nothing: it may read "undefined"
                     self._nbytes = max(0, self._status.Get_elements(MPI.BYTE))
@@ -130,7 +149,7 @@ class _Progress:
         self._pending: list[Pending] = []
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._stop = False
+        self._begun = self._stop = False
         self._drivers: list[None] = []  # one for each thread that polls: the thread then need not
 
     @contextmanager
@@ -143,15 +162,27 @@ class _Progress:
             self._drivers.pop()
 
     def watch(self, pending: Pending) -> None:
+        """See to it that a request that was started comes to its end."""
+        moved()
         with self._wake:
             self._pending.append(pending)
-            if self._thread is None and not self._stop and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
-                self._thread = threading.Thread(target=self._run, name="gdcomm-progress", daemon=True)
-                self._thread.start()
-                atexit.register(self.stop)
-                # MPI_Finalize deletes the attributes of COMM_SELF first of all, while MPI still works.
-                MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: self.stop()), True)
+            if not self._begun:
+                self._begun = True
+                self._begin()
             self._wake.notify()
+
+    def _begin(self) -> None:
+        atexit.register(self.stop)
+        # MPI_Finalize deletes the attributes of COMM_SELF first of all, while MPI still works.
+        MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: self.stop()), True)
+        in_child(self._forget)
+        if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+            self._thread = threading.Thread(target=self._run, name="gdcomm-progress", daemon=True)
+            self._thread.start()
+
+    def _forget(self) -> None:
+        """In a forked child: the requests are the parent's."""
+        self._pending, self._thread, self._stop = [], None, True
 
     def poll(self) -> None:
         """Advance everything pending once; used by whoever waits."""
@@ -163,31 +194,43 @@ class _Progress:
                 self._pending = [item for item in self._pending if item not in done]
 
     def _run(self) -> None:
-        pause = 0.0
+        patience = Patience(looks=0, longest=1e-3)  # the program has work of its own for this core
         while True:
             with self._wake:
                 while not self._pending and not self._stop:
                     self._wake.wait()
-                    pause = 0.0
                 if self._stop:
                     return
-                before = len(self._pending)
             if self._drivers:
                 time.sleep(1e-3)
                 continue
             self.poll()
-            with self._wake:
-                moved = len(self._pending) < before
-            # Short waits stay quick, long ones do not burn a core.
-            pause = 0.0 if moved else min(pause + 2e-6, 1e-3)
-            time.sleep(pause)
+            patience.pause()
 
     def stop(self) -> None:
+        """The program ends: complete the sends that it left alone, and let go of the rest."""
         with self._wake:
+            if self._stop:
+                return
             self._stop = True
             self._wake.notify()
         if self._thread is not None:
             self._thread.join(timeout=5)
+        # After an error that nobody caught, who knows what others wait for.
+        if not hasattr(sys, "last_value"):
+            self._complete_sends()
+
+    def _complete_sends(self) -> None:
+        patience = Patience()
+        quiet_since = time.monotonic()
+        while sends := sum(pending.sends for pending in self._pending):
+            if patience.news:
+                quiet_since = time.monotonic()
+            elif time.monotonic() - quiet_since > QUIET_AT_END_S:
+                warnings.warn(f"gdcomm: {sends} sends were not received for {QUIET_AT_END_S:g} s", stacklevel=2)
+                return
+            patience.pause()
+            self.poll()
 
 
 progress = _Progress()
@@ -207,12 +250,11 @@ class _Driven:
         pending = self._pending
         if pending is None:
             return
-        pause = 0
+        patience = Patience()
         with progress.driven():
             while not pending.poll():
                 progress.poll()  # a peer may wait for another of our requests
-                pause += 1
-                time.sleep(0 if pause < 200 else 5e-5)
+                patience.pause()
 
     def _check(self) -> None:
         pending = self._pending
@@ -272,11 +314,13 @@ class Request(_Driven, MPI.Request):  # type: ignore[misc]
     @classmethod
     def Waitany(cls, requests: Sequence[MPI.Request], status: MPI.Status | None = None) -> int:
         """Wait until any request is complete; return its index."""
-        while True:
-            index, done = cls.Testany(requests, status)
-            if done:
-                return index
-            time.sleep(0)
+        patience = Patience()
+        with progress.driven():
+            while True:
+                index, done = cls.Testany(requests, status)
+                if done:
+                    return index
+                patience.pause()
 
     @classmethod
     def Testany(cls, requests: Sequence[MPI.Request], status: MPI.Status | None = None) -> tuple[int, bool]:
@@ -295,11 +339,13 @@ class Request(_Driven, MPI.Request):  # type: ignore[misc]
         cls, requests: Sequence[MPI.Request], statuses: list[MPI.Status] | None = None
     ) -> list[int] | None:
         """Wait until some requests are complete; return their indices."""
-        while True:
-            found = cls.Testsome(requests, statuses)
-            if found is None or found:
-                return found
-            time.sleep(0)
+        patience = Patience()
+        with progress.driven():
+            while True:
+                found = cls.Testsome(requests, statuses)
+                if found is None or found:
+                    return found
+                patience.pause()
 
     @classmethod
     def Testsome(

@@ -161,7 +161,7 @@ def row(cable, comm, device, operation, nbytes, case, repeats):
         ways |= exchange(cable, nbytes * cable.nodes // SIZE)
     figures = measure(cable, ways, repeats)
     wrong = WORLD.allreduce(int((device.asnumpy(dy) != right).sum() + (y != right).sum()))
-    found = {"operation": operation, "nbytes": nbytes, "way": comm.explain(operation, dy)}
+    found = {"operation": operation, "nbytes": nbytes, "way": comm.explain(operation, dy if dx is None else dx)}
     found |= {"least": least, "wire_s": None if np.isnan(RATE) else least / RATE, "wrong": wrong}
     for name, (seconds, across, counts) in figures.items():
         middle = float(np.median(seconds))

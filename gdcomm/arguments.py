@@ -8,10 +8,14 @@ from mpi4py import MPI
 
 from gdcomm.errors import GdcommError
 
-__all__ = ["UNSERVED", "ArgumentError", "explain", "unserved"]
+__all__ = ["REFUSED", "UNSERVED", "ArgumentError", "explain", "freed", "unserved"]
 
 # What mpi4py raises for a dtype or layout that it can't describe, and what MPI raises.
 UNSERVED = (KeyError, BufferError, OverflowError, MPI.Exception)
+# What MPI says of arguments that it looks at before it sends anything.
+REFUSED = frozenset(
+    (MPI.ERR_ARG, MPI.ERR_BUFFER, MPI.ERR_COMM, MPI.ERR_COUNT, MPI.ERR_OP, MPI.ERR_RANK, MPI.ERR_ROOT, MPI.ERR_TYPE)
+)
 
 
 class ArgumentError(GdcommError, MPI.Exception):
@@ -39,6 +43,11 @@ def explain(error: MPI.Exception, comm: Any, name: str, arguments: tuple[Any, ..
     scalars = ", ".join(repr(item) for item in arguments if isinstance(item, int) and not isinstance(item, bool))
     text = say.format(size=_size(comm), scalars=scalars, upper=_tag_limit())
     return ArgumentError(error.Get_error_code(), f"{name}: {text} [{error}]")
+
+
+def freed(comm: Any, name: str) -> MPI.Exception:
+    """The error of a null communicator. Open MPI's allgathers raise none: they go on, and may crash."""
+    return explain(MPI.Exception(MPI.ERR_COMM), comm, name, ())
 
 
 def _size(comm: Any) -> str:

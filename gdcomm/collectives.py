@@ -25,7 +25,8 @@ from gdcomm.algorithms import allgather
 from gdcomm.algorithms.choose import ALGORITHMS, NODE_ALGORITHMS, choose
 from gdcomm.algorithms.link import Link, Sublink
 from gdcomm.algorithms.parts import blocks
-from gdcomm.arguments import UNSERVED, explain, unserved
+from gdcomm.arguments import REFUSED, UNSERVED, explain, unserved
+from gdcomm.devices.base import Buffer
 from gdcomm.envelopes import Channel
 from gdcomm.errors import BufferSpecError, NoPathError
 from gdcomm.execution import execute, plain
@@ -33,7 +34,8 @@ from gdcomm.express import Express
 from gdcomm.links import DeviceLink
 from gdcomm.operations import OPERATIONS, Operation
 from gdcomm.paths import Paths
-from gdcomm.vectors import UNSIZED, Call, message
+from gdcomm.reductions import name_of
+from gdcomm.vectors import UNSIZED, Call, known, message
 
 __all__ = ["NEVER", "Limits", "asks", "chosen", "collective", "limits"]
 
@@ -59,7 +61,7 @@ def limits(channel: Channel | None, paths: Paths) -> Limits:
     return NEVER if found == NEVER else found
 
 
-def asks(comm: Any, name: str, arguments: tuple[Any, ...]) -> bool:
+def asks(comm: Any, name: str, arguments: Sequence[Any]) -> bool:
     """Whether the ranks ask each other before they do this: all or none, whatever their buffers are."""
     if comm._limits is NEVER:
         return False
@@ -114,16 +116,35 @@ def _by_mpi(comm: Any, operation: Operation, arguments: tuple[Any, ...], stream:
                 unserved(error, comm, operation.name, arguments)
         return execute(comm, comm._paths, operation, arguments, stream)
     except Exception as error:
-        if not isinstance(error, MPI.Exception):  # MPI was not called
+        if not isinstance(error, MPI.Exception) or error.Get_error_class() in REFUSED:  # nothing was sent
             comm._channel.notes["answered"] = operation.name
         raise
 
 
-def chosen(comm: Any, operation: Operation, nbytes: int) -> str:
-    """The algorithm that device arrays of so many bytes go by; "" if it is MPI's."""
-    if operation.name not in _WAYS or nbytes < getattr(comm._limits, operation.group):
+def chosen(comm: Any, operation: Operation, arguments: Sequence[Any], buffers: Sequence[Buffer]) -> str:
+    """How a call goes by an algorithm, in words; "" if by MPI's collective.
+
+    Args:
+        comm: the communicator.
+        operation: what is called.
+        arguments: of the method, all of them; a buffer may be None where it is not known.
+        buffers: the device arrays among them.
+    """
+    if operation.name not in _WAYS or not asks(comm, operation.name, arguments):
         return ""
-    return _layout(comm, comm._channel).choose(_NAMES[operation.name], nbytes)
+    op = name_of(arguments[operation.op]) if operation.op >= 0 else ""
+    if operation.op >= 0 and not all(op and buffer.device.reduces(op, buffer.dtype) for buffer in buffers):
+        return ""
+    condition = "if all ranks bring device arrays"
+    if operation.name in UNSIZED:
+        nbytes, least = known(operation, arguments, comm._channel.size), getattr(comm._limits, operation.group)
+        if nbytes < least:
+            nbytes, condition = least, f"{condition} and one knows of {least} bytes"
+    else:
+        nbytes = message(operation.name, arguments, comm._channel.size)
+    algorithm = _layout(comm, comm._channel).choose(_NAMES[operation.name], nbytes)
+    route = comm._paths.transport(OPERATIONS["Isend"])
+    return f"by {algorithm} over {route} messages, {condition}"
 
 
 def _has_path(paths: Paths, operation: Operation) -> bool:

@@ -24,7 +24,7 @@ from gdcomm.errors import BufferSpecError
 from gdcomm.messages import Matching
 from gdcomm.operations import OPERATIONS
 from gdcomm.paths import Paths, agree, choose, path_from_environment
-from gdcomm.transports.base import split_spec
+from gdcomm.transports.base import is_in_place, split_spec
 
 __all__ = [
     "CartCommunicator",
@@ -59,12 +59,13 @@ class _Derives(_Comm):
         """The path asked for: "auto", "direct", "mpi", "staged" or "host"."""
         return self._paths.path
 
-    def explain(self, operation: str, buf: Any = None) -> str:
-        """Say which way `operation` takes `buf`, and why.
+    def explain(self, operation: str, *arguments: Any) -> str:
+        """Say which way a call goes on this rank, and why.
 
         Args:
             operation: a method name such as "Allreduce".
-            buf: the buffer argument; None asks for a device array.
+            arguments: what the method is given, from the first argument on; what is left out is as it would be by
+                default, and blocks of other ranks as long as this one's. None at all: some device array.
 
         Raises:
             ValueError: no such operation.
@@ -74,17 +75,22 @@ class _Derives(_Comm):
                 f"operation: {operation!r} is unknown; give a method name, one of {', '.join(OPERATIONS)}"
             )
         found = OPERATIONS[operation]
-        array, _ = split_spec(buf)
-        buffer = None if buf is None else devices.find(array)
-        if buf is not None and buffer is None:
-            return f"{operation}: host (host memory goes to MPI as it is)"
-        kind = "device array" if buffer is None else f"{buffer.device.kind} array of {buffer.nbytes} bytes"
-        algorithm = "" if buffer is None or not buffer.contiguous else chosen(self, found, buffer.nbytes)
-        if algorithm:
-            route = choose(self._paths.path, "p2p", "", "Isend", self._paths.can)[0]
-            return f"{operation}: {kind} by {algorithm} over {route} messages, if all ranks bring device arrays"
+        given = found.complete(arguments)
+        if found.root_side and not self.Is_inter() and self.Get_rank() != given[found.root]:
+            given[getattr(found, found.root_side)] = None  # of no account here
+        arrays = [split_spec(given[position])[0] for position in found.buffers]
+        arrays = [array for array in arrays if not is_in_place(array)]
+        buffers = [buffer for buffer in map(devices.find, arrays) if buffer is not None]
+        way = chosen(self, found, given, buffers)
+        if arrays and not buffers:
+            asked = ", after the ranks asked each other" if way else ""
+            return f"{operation}: host (host memory goes to MPI as it is{asked})"
+        kind = f"{buffers[0].device.kind} array of {buffers[0].nbytes} bytes" if buffers else "device array"
+        contiguous = all(buffer.contiguous for buffer in buffers)
+        if way and contiguous and len(buffers) == len(arrays):
+            return f"{operation}: {kind} {way}"
         transport, reason = choose(self._paths.path, found.group, found.form, operation, self._paths.can)
-        if transport == "mpi" and buffer is not None and not buffer.contiguous:
+        if transport == "mpi" and not contiguous:
             transport, reason = "staged", "a strided array is packed on the device and staged; MPI would use the CPU"
         return f"{operation}: {kind} by {transport} ({reason})"
 

@@ -27,7 +27,7 @@ from gdcomm.reductions import check_reduction, substitute, wire_dtype
 from gdcomm.requests import Pending, Prequest, Request, start_request
 from gdcomm.short import short
 from gdcomm.targets import Arrival, device_target, host_target
-from gdcomm.transports.base import Side, derived, prefix, reach, split_spec
+from gdcomm.transports.base import Side, derived, is_in_place, prefix, reach, split_spec
 from gdcomm.transports.host import host_side
 from gdcomm.transports.mpi import DirectSide
 from gdcomm.transports.staged import StagedSide
@@ -191,7 +191,7 @@ def _fill(plan: Plan, comm: Any, paths: Paths, stream: Any) -> None:
     """Describe the buffers, choose their path, and put what MPI is to see in their place."""
     operation, arguments = plan.operation, plan.arguments
     in_place = operation.send >= 0 <= operation.recv and (
-        _is_in_place(arguments[operation.send]) or _is_in_place(arguments[operation.recv])
+        is_in_place(arguments[operation.send]) or is_in_place(arguments[operation.recv])
     )
     for position in operation.buffers:
         if not (operation.root_side and _insignificant(comm, operation, position, arguments)):
@@ -298,11 +298,6 @@ def _check_reach(operation: Operation, position: int, comm: Any, rest: tuple[Any
             f"{operation.name}: argument {position + 1}: counts and displacements reach byte {end} of an array of "
             f"{buffer.nbytes} bytes; give smaller ones, or a larger array"
         )
-
-
-def _is_in_place(spec: Any) -> bool:
-    """None means in place too (where it does not mean "not the root")."""
-    return spec is None or (type(spec) is type(MPI.IN_PLACE) and spec == MPI.IN_PLACE)
 
 
 def _replace_op(plan: Plan) -> None:

@@ -64,6 +64,12 @@ class Operation:
             return bool(arguments[self.root] == comm.Get_rank())
         return position != self.recv or in_place
 
+    def complete(self, arguments: Sequence[Any]) -> list[Any]:
+        """Arguments with those that are left out by default: no buffers, MPI.SUM, root 0."""
+        defaults = {self.op: MPI.SUM, self.root: 0}
+        length = max(*self.buffers, self.op, self.root) + 1
+        return [*arguments, *(defaults.get(position) for position in range(len(arguments), length))]
+
     def receipt(self, arguments: list[Any]) -> MPI.Status | None:
         """The status argument, put in where the user gave none; None if the operation has none."""
         if self.status < 0:

@@ -20,9 +20,9 @@ from gdcomm.devices.base import Buffer, Device
 from gdcomm.links import DeviceVector
 from gdcomm.operations import Operation
 from gdcomm.reductions import name_of
-from gdcomm.transports.base import split_spec
+from gdcomm.transports.base import is_in_place, split_spec
 
-__all__ = ["UNSIZED", "Blocks", "Call", "message"]
+__all__ = ["UNSIZED", "Blocks", "Call", "known", "message"]
 
 # Operations of which a rank knows the counts that are its own, and not the size of the whole message.
 UNSIZED = frozenset({"Alltoallv", "Gatherv", "Scatterv"})
@@ -35,12 +35,8 @@ _SHARED = {
     "Reduce_scatter_block": ("send",),
 }
 _NOBODY = -1  # a root that is no rank
-_InPlace = type(MPI.IN_PLACE)
-_ODD = (TypeError, ValueError, KeyError, OverflowError, MPI.Exception)  # what reading a bad argument may raise
-
-
-def _in_place(spec: Any) -> bool:
-    return spec is None or (type(spec) is _InPlace and spec == MPI.IN_PLACE)
+# What reading a bad argument may raise.
+_ODD = (TypeError, ValueError, KeyError, BufferError, OverflowError, MPI.Exception)
 
 
 def _shared(operation: Operation, side: str, in_place: bool) -> bool:
@@ -67,36 +63,48 @@ def message(name: str, arguments: Sequence[Any], ranks: int) -> int:
         return 0
 
 
+def known(operation: Operation, arguments: Sequence[Any], ranks: int) -> int:
+    """Bytes that a rank knows of, of the message of an operation that is `UNSIZED`; 0 if the arguments are wrong."""
+    try:
+        return max(
+            _nbytes(arguments[getattr(operation, side)], ranks if shared else 1, shared)
+            for side in ("send", "recv")
+            for shared in [_shared(operation, side, False)]
+        )
+    except _ODD:
+        return 0
+
+
 def _nbytes(spec: Any, blocks: int = 1, vector: bool = False) -> int:
     """Bytes that a buffer argument means; a single count is that of one of `blocks` blocks."""
     if type(spec) is np.ndarray:
         return spec.nbytes
     array, rest = split_spec(spec)
+    length, unit = _measure(array)
     if not rest:
-        return _length(array)
+        return length
     counts, displs, datatype = _parts(rest, vector)
-    if datatype is None:
-        unit = extent = getattr(array, "itemsize", 1)
-    else:
+    extent = unit
+    if datatype is not None:
         unit, extent = datatype.Get_size(), max(datatype.Get_extent()[1], 1)
     if counts is None:
         skipped = 0 if vector or displs is None else operator.index(displs)
-        return (_length(array) // extent - skipped) * unit
+        return (length // extent - skipped) * unit
     if _several(counts):
         return sum(map(operator.index, counts)) * unit
     return operator.index(counts) * blocks * unit
 
 
 def _vector(ranks: int, send: Any, recv: Any, *_: Any) -> int:
-    return _nbytes(recv if _in_place(send) else send)
+    return _nbytes(recv if is_in_place(send) else send)
 
 
 def _gathered(ranks: int, send: Any, recv: Any, *_: Any) -> int:
-    return _nbytes(recv, ranks) if _in_place(send) else _nbytes(send) * ranks
+    return _nbytes(recv, ranks) if is_in_place(send) else _nbytes(send) * ranks
 
 
 def _scattered(ranks: int, send: Any, recv: Any, *_: Any) -> int:
-    return _nbytes(send, ranks) if _in_place(recv) else _nbytes(recv) * ranks
+    return _nbytes(send, ranks) if is_in_place(recv) else _nbytes(recv) * ranks
 
 
 # What a rank has that is as large on all others, be it the whole message or its own block.
@@ -106,13 +114,13 @@ _MESSAGES: dict[str, Callable[..., int]] = {
     "Scan": _vector,
     "Exscan": _vector,
     "Reduce_scatter": _vector,
-    "Reduce_scatter_block": lambda n, send, recv, *_: _nbytes(recv, n) if _in_place(send) else _nbytes(recv) * n,
+    "Reduce_scatter_block": lambda n, send, recv, *_: (_gathered if is_in_place(send) else _scattered)(n, send, recv),
     "Bcast": lambda n, buf, *_: _nbytes(buf),
     "Gather": _gathered,
     "Scatter": _scattered,
     "Allgather": _gathered,
-    "Allgatherv": lambda n, send, recv: _nbytes(recv, n, vector=True),
-    "Alltoall": lambda n, send, recv: _nbytes(recv if _in_place(send) else send, n),
+    "Allgatherv": lambda n, send, recv: _nbytes(send) * n if recv is None else _nbytes(recv, n, vector=True),
+    "Alltoall": lambda n, send, recv: _nbytes(recv if is_in_place(send) else send, n),
 }
 
 
@@ -135,17 +143,18 @@ def _parts(rest: tuple[Any, ...], vector: bool) -> tuple[Any, Any, MPI.Datatype 
     return counts, displs, datatype
 
 
-def _length(array: Any) -> int:
-    nbytes = getattr(array, "nbytes", None)
-    if nbytes is not None:
-        return int(nbytes)
+def _measure(array: Any) -> tuple[int, int]:
+    """Bytes of an array, and of an element."""
+    nbytes, itemsize = getattr(array, "nbytes", None), getattr(array, "itemsize", None)
+    if nbytes is not None and itemsize is not None:
+        return int(nbytes), int(itemsize)
+    if array is None or type(array) is type(MPI.BOTTOM):
+        return 0, 1
     buffer = devices.find(array)
     if buffer is not None:
-        return buffer.nbytes
-    try:
-        return memoryview(array).nbytes
-    except TypeError:  # MPI.BOTTOM, None
-        return 0
+        return buffer.nbytes, buffer.dtype.itemsize
+    memory = MPI.buffer.frombuffer(array, readonly=True)  # whatever mpi4py takes
+    return memory.nbytes, memory.itemsize
 
 
 # -- blocks --------------------------------------------------------------------------------------
@@ -209,7 +218,7 @@ class Call:
         root_side = self.operation.root_side
         absent = root_side if self.rank != self.root else ""
         replaceable = "" if absent else "recv" if root_side == "send" else "send"
-        in_place = bool(replaceable) and _in_place(self._argument(replaceable))
+        in_place = bool(replaceable) and is_in_place(self._argument(replaceable))
         found: dict[str, Blocks] = {}
         for side in ("send", "recv"):
             if side == absent or (in_place and side == replaceable):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from mpi4py import MPI
 from numpy import ndarray
 
-from gdcomm.arguments import UNSERVED, unserved
+from gdcomm.arguments import UNSERVED, freed, unserved
 from gdcomm.collectives import Limits, asks, collective
 from gdcomm.execution import execute, plain, reducible
 from gdcomm.operations import OPERATIONS
@@ -97,6 +97,8 @@ class Collectives(_Comm):
 
     def Allgather(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> None:
         """Collect equal blocks on every rank."""
+        if not self:
+            raise freed(self, "Allgather")
         if plain(sendbuf) and plain(recvbuf) and not asks(self, "Allgather", (sendbuf, recvbuf)):
             try:
                 return _Allgather(self, sendbuf, recvbuf)

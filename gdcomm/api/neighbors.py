@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mpi4py import MPI
 
-from gdcomm.arguments import UNSERVED, unserved
+from gdcomm.arguments import UNSERVED, freed, unserved
 from gdcomm.execution import execute, plain
 from gdcomm.operations import OPERATIONS
 
@@ -46,6 +46,8 @@ class Neighbors(_Topocomm):
 
     def Neighbor_allgather(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> None:
         """Collect equal blocks of the neighbours."""
+        if not self:
+            raise freed(self, "Neighbor_allgather")
         if plain(sendbuf) and plain(recvbuf):
             try:
                 return _Neighbor_allgather(self, sendbuf, recvbuf)
@@ -91,6 +93,8 @@ class Neighbors(_Topocomm):
 
     def Ineighbor_allgather(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Neighbor_allgather."""
+        if not self:
+            raise freed(self, "Ineighbor_allgather")
         if plain(sendbuf) and plain(recvbuf):
             try:
                 return _Ineighbor_allgather(self, sendbuf, recvbuf)
@@ -138,6 +142,8 @@ class Neighbors(_Topocomm):
         self, sendbuf: Spec, recvbuf: Spec, info: MPI.Info = MPI.INFO_NULL, *, stream: Stream = None
     ) -> MPI.Prequest:
         """Persistent Neighbor_allgather; start it by Start."""
+        if not self:
+            raise freed(self, "Neighbor_allgather_init")
         if plain(sendbuf) and plain(recvbuf):
             try:
                 return _Neighbor_allgather_init(self, sendbuf, recvbuf, info)

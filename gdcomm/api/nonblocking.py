@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from mpi4py import MPI
 from numpy import ndarray
 
-from gdcomm.arguments import UNSERVED, unserved
+from gdcomm.arguments import UNSERVED, freed, unserved
 from gdcomm.execution import execute, plain, reducible
 from gdcomm.operations import OPERATIONS
 
@@ -95,6 +95,8 @@ class NonblockingCollectives(_Comm):
 
     def Iallgather(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Allgather."""
+        if not self:
+            raise freed(self, "Iallgather")
         if plain(sendbuf) and plain(recvbuf):
             try:
                 return _Iallgather(self, sendbuf, recvbuf)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from mpi4py import MPI
 from numpy import ndarray
 
-from gdcomm.arguments import UNSERVED, unserved
+from gdcomm.arguments import UNSERVED, freed, unserved
 from gdcomm.execution import execute, plain, reducible
 from gdcomm.operations import OPERATIONS
 
@@ -131,6 +131,8 @@ class PersistentCollectives(_Comm):
         self, sendbuf: Spec, recvbuf: Spec, info: MPI.Info = MPI.INFO_NULL, *, stream: Stream = None
     ) -> MPI.Prequest:
         """Persistent Allgather; start it by Start."""
+        if not self:
+            raise freed(self, "Allgather_init")
         if plain(sendbuf) and plain(recvbuf):
             try:
                 return _Allgather_init(self, sendbuf, recvbuf, info)

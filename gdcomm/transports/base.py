@@ -23,7 +23,7 @@ from mpi4py import MPI
 
 from gdcomm.devices.base import Event
 
-__all__ = ["Side", "derived", "prefix", "reach", "split_spec", "type_per_rank"]
+__all__ = ["Side", "derived", "is_in_place", "prefix", "reach", "split_spec", "type_per_rank"]
 
 
 class Side(Protocol):
@@ -51,6 +51,11 @@ def split_spec(spec: Any) -> tuple[Any, tuple[Any, ...]]:
     if isinstance(spec, (list, tuple)) and spec:
         return spec[0], tuple(spec[1:])
     return spec, ()
+
+
+def is_in_place(spec: Any) -> bool:
+    """Whether a buffer argument says "in place"; None does too (where it does not mean "not the root")."""
+    return spec is None or (type(spec) is type(MPI.IN_PLACE) and spec == MPI.IN_PLACE)
 
 
 def type_per_rank(item: Any) -> bool:

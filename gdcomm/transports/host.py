@@ -38,7 +38,8 @@ class HostSide:
         if wire is not None and wire.itemsize < array.dtype.itemsize:
             # Moved as bytes: MPI must not cut an element when it shares blocks out.
             self._type: MPI.Datatype | None = MPI.BYTE.Create_contiguous(array.dtype.itemsize).Commit()
-            rest = (*rest, self._type) if not (rest and isinstance(rest[-1], MPI.Datatype)) else rest
+            if not (rest and isinstance(rest[-1], MPI.Datatype)):
+                rest = (*(rest[:-1] if rest and rest[-1] is None else rest), self._type)
         else:
             self._type = None
         self.holds = self._type is not None

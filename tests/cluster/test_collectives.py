@@ -169,6 +169,40 @@ def test_blocks(comm, ran, by_nodes, count):
     assert not ran
 
 
+@pytest.mark.parametrize("count", [1, 1001])
+def test_scans_and_blocks_of_different_lengths(comm, ran, by_nodes, count):
+    counts = [count * (rank % 3) + (rank == 0) for rank in range(comm.size)]  # a third of them, or nearly, 0
+    mine, own, total, root = values(comm.rank, count), counts[comm.rank], sum(counts), comm.size - 1
+    at_root, one, many = root == comm.rank, values(comm.rank, own), values(comm.rank, total)
+    all_alike = values(comm.rank, count * comm.size)
+    outgoing = [counts[comm.rank]] * comm.size
+    cases = [
+        ("scan", lambda c, x, y: c.Scan(x, y), mine, np.zeros_like(mine)),
+        ("exscan", lambda c, x, y: c.Exscan(x, y), mine, np.zeros_like(mine)),
+        ("reduce_scatter", lambda c, x, y: c.Reduce_scatter(x, y, counts), many, np.zeros_like(one)),
+        ("allgather", lambda c, x, y: c.Allgatherv(x, [y, counts]), one, np.zeros_like(many)),
+        (
+            "alltoallv", lambda c, x, y: c.Alltoallv([x, outgoing], [y, counts]), values(comm.rank, own * comm.size),
+            np.zeros_like(many),
+        ),
+        ("gather", lambda c, x, y: c.Gather(x, y, root), mine, np.zeros_like(all_alike) if at_root else None),
+        ("scatter", lambda c, x, y: c.Scatter(x, y, root), all_alike if at_root else None, np.zeros_like(mine)),
+        (
+            "gatherv", lambda c, x, y: c.Gatherv(x, [y, counts] if at_root else None, root), one,
+            np.zeros_like(many) if at_root else None,
+        ),
+        (
+            "scatterv", lambda c, x, y: c.Scatterv([x, counts] if at_root else None, y, root),
+            many if at_root else None, np.zeros_like(one),
+        ),
+    ]  # fmt: skip
+    for operation, call, send, recv in cases:
+        compare(comm, call, send, recv)
+        if comm.size > 1:
+            check(ran, comm, operation, by_nodes)
+    assert not ran
+
+
 def large_cases(comm):
     """Collectives of large vectors: of each its algorithms, the call, and the arrays."""
     count = LARGE // 4 // comm.size * comm.size
@@ -192,7 +226,7 @@ def test_large_vectors_go_by_the_algorithm_that_explain_names(comm, ran, by_node
     """Nodes of several ranks each, all the same number, have one for nodes; with others it depends."""
     even = ranks_share_ways(comm)
     for name, (operation, *case) in large_cases(comm).items():
-        told = comm.explain(name, DEVICE.array(np.zeros(LARGE // 4, "<f4")))
+        told = comm.explain(name, *(DEVICE.array(x) for x in case[1:] if x is not None))
         compare(comm, *case)
         if comm.size > 1:
             assert f" by {ran[0].split()[1]} over" in told

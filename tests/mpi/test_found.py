@@ -8,6 +8,7 @@ from mpi4py import MPI
 
 import gdcomm
 from gdcomm.errors import BufferSpecError
+from gdcomm.operations import BLOCKING, OPERATIONS
 
 
 @pytest.mark.parametrize("size", [3, 20_000])
@@ -103,3 +104,37 @@ def test_matched_messages_take_every_dtype(kind, comm, dtype, how):
         message.Irecv(y).Wait()
     request.Wait()
     assert kind.read(y).tobytes() == values.tobytes()
+
+
+def every_form(name):
+    """The blocking, nonblocking and persistent method, as far as this mpi4py has them."""
+    return [form for form in (name, "I" + name[0].lower() + name[1:], name + "_init") if form in OPERATIONS]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, found in OPERATIONS.items() if found.group in ("move", "reduce") and found.form == BLOCKING]
+)
+def test_a_freed_communicator_is_told_as_such(kind, comm, name):
+    """Open MPI's allgathers go on with it, as if nothing were wrong, or crash."""
+    if name.startswith("Neighbor"):
+        comm = comm.Create_cart([comm.size])
+    n, found = comm.size, OPERATIONS[name]
+    one, many = kind.make(np.arange(4.0)), kind.make(np.arange(4.0 * n))
+    for freed in (comm.Dup(), gdcomm.Communicator(MPI.COMM_WORLD.Dup())):
+        if name.startswith("Neighbor") and type(freed) is gdcomm.Communicator:
+            continue
+        freed.Free()
+        given = found.complete([])
+        for position in found.buffers:
+            given[position] = many
+        if found.op >= 0:
+            given[found.recv] = kind.make(np.zeros(4 * n))
+        if name in ("Gather", "Gatherv", "Allgather", "Allgatherv"):
+            given[found.send] = one
+        elif name in ("Scatter", "Scatterv") or name.startswith("Reduce_scatter"):
+            given[found.recv] = one
+        elif name.endswith("w"):
+            given = [[many, [4] * n, [32 * rank for rank in range(n)], [MPI.DOUBLE] * n]] * 2
+        for form in every_form(name):
+            with pytest.raises(MPI.Exception, match=f"{form}: the communicator is null"):
+                getattr(freed, form)(*given)

@@ -30,7 +30,7 @@ from mpi4py import MPI
 
 import gdcomm
 import gdcomm.testing
-from gdcomm import channels
+from gdcomm import channels, links
 from gdcomm import collectives as own_collectives
 from gdcomm.devices.emulated import EmulatedDevice, EmulatedEvent
 from gdcomm.memory.pinned import PinnedPool, Slots
@@ -41,6 +41,7 @@ SIZES = [1, 3, 512, 4097, 8192, 131_072 + 5, 786_432 + 3]  # float64: 8 B to 6 M
 TOKEN = np.zeros(1)
 STREAMS = []
 own_collectives.SMALLEST = 256 << 10  # two of the sizes go by our own algorithms, one after the other
+links._FEWEST, links._LONG = 1, 2 << 20  # few and long blocks are copied by a kernel, too
 
 
 def stream():
@@ -247,6 +248,47 @@ def collectives(comm, peer):
                 DEVICE.launch(s, lambda a, b: np.add(a, b, b), y, z)
             request.Free()
             check(f"Allreduce_init {size}, three starts", z, 6 * ramp(size, 10.5), s)
+
+
+def blocks(comm, peer):
+    """Blocks of two lengths with gaps between them; sent from one stream and received on another, many in a row."""
+    for size in (3, 131_072 + 5):
+        counts, displs, room = [size, size + 1], [size + 3, 1], 2 * size + 5
+        mine, total = counts[comm.rank], sum(counts)
+
+        def spread(array, counts=counts, displs=displs):
+            return [array, counts, displs, MPI.DOUBLE]
+
+        def pair(array, mine=mine):
+            return [array, [mine, mine], [0, mine + 2], MPI.DOUBLE]
+
+        cases = {  # the call, elements sent and received
+            "Gatherv": (lambda c, x, y, spread=spread: c.Gatherv(x, spread(y), 1), mine, room),
+            "Scatterv": (lambda c, x, y, spread=spread: c.Scatterv(spread(x), y, 1), room, mine),
+            "Allgatherv": (lambda c, x, y, spread=spread: c.Allgatherv(x, spread(y)), mine, room),
+            "Alltoallv": (
+                lambda c, x, y, pair=pair, spread=spread: c.Alltoallv(pair(x), spread(y)), 2 * mine + 2, room
+            ),
+            "Gather": (lambda c, x, y: c.Gather(x, y, 0), size, 2 * size),
+            "Scatter": (lambda c, x, y: c.Scatter(x, y, 0), 2 * size, size),
+            "Reduce_scatter": (lambda c, x, y, counts=counts: c.Reduce_scatter(x, y, counts), total, mine),
+            "Scan": (lambda c, x, y: c.Scan(x, y), size, size),
+            "Exscan": (lambda c, x, y: c.Exscan(x, y), size, size),
+        }  # fmt: skip
+        arrived = []
+        for turn in range(2):
+            for name, (call, sent, received) in cases.items():
+                s, out = stream(), stream()
+                values, expected = ramp(sent, 600.0 * turn + comm.rank), ramp(received, -600.0)
+                x, y = queued(values, out), queued(expected, s)
+                call(MPI.COMM_WORLD, values, expected)
+                call(comm, Produced(x, out), Produced(y, s))
+                DEVICE.fill(x, -33.0, out)
+                if turn:
+                    out.synchronize()  # what was sent is overwritten before anything else runs
+                arrived.append((name, s, x, y, expected))  # x: `out` still works on it
+        for name, s, _, y, expected in reversed(arrived):
+            check(f"{name} {size}", y, expected, s)
 
 
 def layouts(comm, peer):
@@ -536,10 +578,9 @@ def main():
     require("this needs two ranks", comm.size == 2)
     peer = 1 - comm.rank
     for case in (
-        blocking_both_ways, sendrecv, two_streams, collectives, layouts, mixed_ends, many_in_a_row, large_in_a_row,
-        broadcasts_in_a_row,
-        nonblocking, completion, persistent, in_objects, other_ends_of_envelopes, exchanges_after_a_probe,
-        error_between, error_in_a_slot, error_before_an_envelope,
+        blocking_both_ways, sendrecv, two_streams, collectives, blocks, layouts, mixed_ends, many_in_a_row,
+        large_in_a_row, broadcasts_in_a_row, nonblocking, completion, persistent, in_objects, other_ends_of_envelopes,
+        exchanges_after_a_probe, error_between, error_in_a_slot, error_before_an_envelope,
     ):  # fmt: skip
         case(comm, peer)
     hits = nothing_is_left()

@@ -11,7 +11,8 @@ header for each of them, a network card would add one for each frame.
 `least` is the fewest bytes that must cross the busiest cable in one direction, `wire_s` the time that they take at
 the rate, of which IP and TCP headers leave `payload`. `reached` is wire_s / s. On the emulated device the
 processors do what a GPU would do, so much of the time may go to other things than the wire:
-`across_s` is the part of gdcomm's seconds in messages between nodes, `across` is wire_s / across_s.
+`across_s` is the part of gdcomm's seconds in which messages between nodes are on their way, `across` is
+wire_s / across_s.
 `exchange` is MPI's Sendrecv of host arrays between nodes, all ranks at once, as many bytes each way as Allreduce must
 send: what the processors and MPI make of the wire without a collective. `copied` is the same in 1 MiB pieces with a
 copy before each is sent and after it is received: what they make of it with staging.
@@ -33,6 +34,7 @@ from mpi4py import MPI
 
 import gdcomm
 import gdcomm.testing
+from gdcomm.algorithms.steps import Flight
 from gdcomm.links import DeviceLink
 
 WORLD = MPI.COMM_WORLD
@@ -54,7 +56,8 @@ class Cable:
         self.links = [link for link in Path("/sys/class/net").iterdir() if link.name != "lo"]
         self.mtu = min((int((link / "mtu").read_text()) for link in self.links), default=0)
         self.far = [host != hosts[RANK] for host in hosts]
-        self.across = 0.0  # seconds in messages between nodes
+        self.across = self.since = 0.0  # seconds in messages between nodes; since when there are some
+        self.crossing = 0  # how many flights
 
     def count(self) -> np.ndarray:
         """Bytes that the interfaces sent and received so far."""
@@ -65,13 +68,40 @@ class Cable:
         """Have gdcomm's collectives add up `across`."""
         transfer = DeviceLink.transfer
 
-        def timed(link, sends, recvs):
-            start = time.perf_counter()
-            transfer(link, sends, recvs)
-            if any(self.far[rank] for vector, rank in [*sends, *recvs] if len(vector)):
-                self.across += time.perf_counter() - start
+        def watched(link, sends, recvs):
+            leave = any(self.far[rank] for vector, rank in [*sends, *recvs] if len(vector))
+            flight = transfer(link, sends, recvs)
+            return Crossing(self, flight) if leave else flight
 
-        DeviceLink.transfer = timed
+        DeviceLink.transfer = watched
+
+
+class Crossing(Flight):
+    """A flight between nodes. Time in which there are several counts once."""
+
+    def __init__(self, cable: Cable, flight: Flight) -> None:
+        self.cable, self.flight, self.over = cable, flight, False
+        if not cable.crossing:
+            cable.since = time.perf_counter()
+        cable.crossing += 1
+
+    def test(self) -> bool:
+        if not self.over and self.flight.test():
+            self._land()
+        return self.over
+
+    def wait(self) -> None:
+        self.flight.wait()
+        self._land()
+
+    def watched(self):
+        return self.flight.watched()
+
+    def _land(self) -> None:
+        self.over = True
+        self.cable.crossing -= 1
+        if not self.cable.crossing:
+            self.cable.across += time.perf_counter() - self.cable.since
 
 
 def measure(cable, ways, repeats):

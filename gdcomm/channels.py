@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections import Counter
@@ -22,11 +23,19 @@ class _Facts(NamedTuple):
     devices: bool  # device arrays can exist here
     secret: bytes
     arena: Address | None  # memory that others on this node can share
+    ports: int  # of the network, that ranks of this node share
 
 
 def facts() -> _Facts:
     """What this rank brings to the agreement about envelopes."""
-    return _Facts(MPI.Query_thread() == MPI.THREAD_MULTIPLE, devices.possible(), os.urandom(16), here())
+    return _Facts(MPI.Query_thread() == MPI.THREAD_MULTIPLE, devices.possible(), os.urandom(16), here(), _ports())
+
+
+def _ports() -> int:
+    """InfiniBand devices and their like, each a port as a rule; without them, an Ethernet port."""
+    with contextlib.suppress(OSError):
+        return len(os.listdir("/sys/class/infiniband")) or 1
+    return 1
 
 
 @once
@@ -51,9 +60,10 @@ def open_channel(comm: MPI.Intracomm, everyone: list[_Facts]) -> Channel | None:
     shown = MPI.Intracomm.alltoall(comm, seen)  # who sees mine
     near = [rank.arena if a and b else None for rank, a, b in zip(everyone, seen, shown, strict=True)]
     names = [rank.arena.node if rank.arena else str(i) for i, rank in enumerate(everyone)]
+    nodes, ports = [names.index(name) for name in names], min(rank.ports for rank in everyone)
     # Not Dup: what the program has attached to its communicator is not for the hidden one.
     hidden, secret = MPI.Intracomm(MPI.Intracomm.Split(comm)), everyone[0].secret
-    shadow = Shadow(hidden, secret, near, [names.index(name) for name in names])
+    shadow = Shadow(hidden, secret, near, nodes, ports)
     weakref.finalize(shadow, _unused.__setitem__, secret, hidden).atexit = False
     return _remember(comm, Channel(shadow, None, [], len(everyone), {}))
 

@@ -22,9 +22,10 @@ import numpy as np
 from mpi4py import MPI
 
 from gdcomm.algorithms import allgather
-from gdcomm.algorithms.choose import ALGORITHMS, NODE_ALGORITHMS, choose
-from gdcomm.algorithms.link import Link, Sublink
+from gdcomm.algorithms.choose import ALGORITHMS, NODE_ALGORITHMS, Model, choose
+from gdcomm.algorithms.link import LANES, Link, Sublink
 from gdcomm.algorithms.parts import blocks
+from gdcomm.algorithms.steps import finish
 from gdcomm.arguments import REFUSED, UNSERVED, explain, unserved
 from gdcomm.devices.base import Buffer
 from gdcomm.envelopes import Channel
@@ -142,7 +143,7 @@ def chosen(comm: Any, operation: Operation, arguments: Sequence[Any], buffers: S
             nbytes, condition = least, f"{condition} and one knows of {least} bytes"
     else:
         nbytes = message(operation.name, arguments, comm._channel.size)
-    algorithm = _layout(comm, comm._channel).choose(_NAMES[operation.name], nbytes)
+    algorithm, _ = _layout(comm, comm._channel).choose(_NAMES[operation.name], nbytes)
     route = comm._paths.transport(OPERATIONS["Isend"])
     return f"by {algorithm} over {route} messages, {condition}"
 
@@ -171,12 +172,14 @@ class _Layout(NamedTuple):
         node: this rank's.
         first: where the ranks of this node begin, in order of nodes.
         order: the ranks in order of nodes; None if they are in that order.
+        model: what messages cost here.
     """
 
     sizes: tuple[int, ...]
     node: int
     first: int
     order: tuple[int, ...] | None
+    model: Model
 
     @property
     def even(self) -> bool:
@@ -187,12 +190,12 @@ class _Layout(NamedTuple):
         """The layout as an operation can use it: blocks that do not lie node by node are those of one node."""
         if self.order is None or operation in _WHOLE:
             return self
-        return _Layout((sum(self.sizes),), 0, 0, None)
+        return self._replace(sizes=(sum(self.sizes),), node=0, first=0, order=None)
 
-    def choose(self, operation: str, nbytes: int) -> str:
-        """The algorithm of an operation on so many bytes."""
+    def choose(self, operation: str, nbytes: int) -> tuple[str, int]:
+        """The algorithm of an operation on so many bytes, and its sections."""
         layout = self.of(operation)
-        return choose(operation, nbytes, sum(layout.sizes), len(layout.sizes), True, layout.even)
+        return choose(operation, nbytes, layout.sizes, True, layout.order is None, layout.model)
 
 
 def _layout(comm: MPI.Intracomm, channel: Channel) -> _Layout:
@@ -204,7 +207,8 @@ def _layout(comm: MPI.Intracomm, channel: Channel) -> _Layout:
         sizes = tuple(nodes.count(node) for node in found)
         node = found.index(nodes[rank])
         in_order = order == list(range(len(nodes)))
-        known = _Layout(sizes, node, sum(sizes[:node]), None if in_order else tuple(order))
+        model = Model(ports=channel.shadow.ports)
+        known = _Layout(sizes, node, sum(sizes[:node]), None if in_order else tuple(order), model)
         channel.notes["layout"] = known
     return known
 
@@ -230,10 +234,10 @@ class _Job(NamedTuple):
         """Choose an algorithm and run it."""
         operation = self.operation
         link: Link = self.link
-        sizes, node, first, order = layout = self.layout.of(operation)
-        name = layout.choose(operation, self.nbytes)
+        sizes, node, first, order, _ = layout = self.layout.of(operation)
+        name, sections = layout.choose(operation, self.nbytes)
         if name in ALGORITHMS[operation]:
-            ALGORITHMS[operation][name].run(link, *arguments)
+            finish(ALGORITHMS[operation][name].run(link, *arguments))
             return
         if order is not None:
             link, arguments = Sublink(link, order), (arguments[0], *map(order.index, arguments[1:]))  # the root, if any
@@ -241,7 +245,7 @@ class _Job(NamedTuple):
         places = range(link.rank - first, link.size, sizes[node]) if layout.even else _leaders(sizes)
         outer = Sublink(link, places) if link.rank in places else None
         more = (sizes, node) if name == "leaders" and operation != "allreduce" else ()
-        NODE_ALGORITHMS[operation][name].run(inner, outer, *arguments, *more)
+        finish(NODE_ALGORITHMS[operation][name].run(inner, outer, *arguments, *more, sections))
 
 
 def _leaders(sizes: Sequence[int]) -> list[int]:
@@ -261,7 +265,10 @@ def _job(comm: Any, channel: Channel, call: Call, nbytes: int) -> _Job:
 
 
 def _agree_tag(comm: MPI.Intracomm, channel: Channel) -> int:
-    """A tag that no other communicator has in which two of these ranks meet, also if threads agree on several."""
+    """The first of `LANES` tags that no other communicator has in which two of these ranks meet.
+
+    Also if threads agree on several at once.
+    """
     shadow = channel.shadow
     while True:
         tag = _over_all(comm, shadow.tags_taken + 1, MPI.MAX)
@@ -269,7 +276,7 @@ def _agree_tag(comm: MPI.Intracomm, channel: Channel) -> int:
             free = tag > shadow.tags_taken
             shadow.tags_taken = max(tag, shadow.tags_taken)
         if _over_all(comm, free, MPI.MIN):
-            return tag % shadow.last_tag
+            return tag % (shadow.last_tag // LANES) * LANES
 
 
 def _over_all(comm: MPI.Intracomm, number: int, op: MPI.Op) -> int:

@@ -99,12 +99,13 @@ class Shadow:
         secret: 16 bytes, the same on all ranks.
         arenas: of each rank that shares memory with this one.
         nodes: a number for the node of each rank.
+        ports: network ports of the node that has fewest.
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, secret: bytes, arenas: Sequence[Address | None], nodes: Sequence[int]
+        self, comm: MPI.Intracomm, secret: bytes, arenas: Sequence[Address | None], nodes: Sequence[int], ports: int
     ) -> None:
-        self.comm, self.arenas, self.nodes = comm, arenas, nodes
+        self.comm, self.arenas, self.nodes, self.ports = comm, arenas, nodes, ports
         self.rank = comm.Get_rank()
         self._secret = secret
         limit = comm.Get_attr(MPI.TAG_UB)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+import copy
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from gdcomm.algorithms.link import Link
-from gdcomm.devices.base import Buffer
+from gdcomm.algorithms.steps import Flight
+from gdcomm.devices.base import Buffer, Device
 from gdcomm.envelopes import Channel, Pump
 from gdcomm.execution import execute
 from gdcomm.express import Express
@@ -18,7 +20,7 @@ from gdcomm.memory.pinned import pool_of
 from gdcomm.operations import OPERATIONS
 from gdcomm.paths import Paths
 from gdcomm.patience import Patience
-from gdcomm.requests import Request
+from gdcomm.requests import Request, progress
 from gdcomm.transfer.copy import keep
 
 __all__ = ["DeviceLink", "DeviceVector"]
@@ -65,13 +67,59 @@ class _Shadow(MPI.Intracomm):
     _paths: Paths
 
 
+class _Side(NamedTuple):
+    """A borrowed stream."""
+
+    device: Device
+    stream: Any
+
+
+class _Messages(Flight):
+    """Messages of one step.
+
+    Args:
+        pumps: of those that go through the boxes of an `Express`.
+        requests: of the others.
+        side: a stream to be given back.
+    """
+
+    def __init__(self, pumps: list[Pump], requests: list[MPI.Request], side: _Side | None) -> None:
+        self._pumps, self._requests, self._side = pumps, requests, side
+
+    def test(self) -> bool:
+        self._pumps = [pump for pump in self._pumps if not pump.query()]
+        if self._requests and Request.Testall(self._requests):
+            self._requests = []
+        if self._pumps or self._requests:
+            return False
+        self._close()
+        return True
+
+    def wait(self) -> None:
+        patience = Patience(looks=200)
+        while self._pumps:
+            self._pumps = [pump for pump in self._pumps if not pump.query()]
+            if self._pumps:
+                patience.pause()
+        Request.Waitall(self._requests)
+        self._close()
+
+    def _close(self) -> None:
+        if self._side is not None:
+            self._side.device.return_stream(self._side.stream)
+            self._side = None
+
+    def watched(self) -> AbstractContextManager[None]:
+        return progress.driven()
+
+
 class DeviceLink(Link):
     """Some ranks of a communicator, on its shadow.
 
     Args:
         channel: of the communicator.
         paths: the path of its point-to-point messages.
-        tag: of all messages; no other communicator of these ranks has it.
+        tag: of its messages; with `LANES - 1` more for links apart, no other communicator of these ranks has it.
         ranks: of the communicator, those that the link joins.
         rank: this one's place among them.
         op: MPI's name of the operator, "" if nothing is reduced.
@@ -98,21 +146,25 @@ class DeviceLink(Link):
 
     def transfer(
         self, sends: Sequence[tuple[DeviceVector, int]], recvs: Sequence[tuple[DeviceVector, int]]
-    ) -> None:
+    ) -> Flight:
         pumps: list[Pump] = []
         requests: list[MPI.Request] = []
-        with _beside(sends, recvs) as side:
-            for name, messages, stream in (("Irecv", recvs, None), ("Isend", sends, side)):
-                for rank, buffers in self._by_rank(messages, stream).items():
-                    pump = self._pump(name, rank, buffers)
-                    if pump is not None:
-                        pumps.append(pump)
-                    else:
-                        requests += [self._start(name, buffer, rank) for buffer in buffers]
-            patience = Patience(looks=200)
-            while pumps := [pump for pump in pumps if not pump.query()]:
-                patience.pause()
-            Request.Waitall(requests)
+        side = _beside(sends, recvs)
+        for name, messages, stream in (("Irecv", recvs, None), ("Isend", sends, side and side.stream)):
+            for rank, buffers in self._by_rank(messages, stream).items():
+                pump = self._pump(name, rank, buffers)
+                if pump is not None:
+                    pumps.append(pump)
+                else:
+                    requests += [self._start(name, buffer, rank) for buffer in buffers]
+        return _Messages(pumps, requests, side)
+
+    def apart(self, lane: int) -> DeviceLink:
+        if not lane:
+            return self
+        link = copy.copy(self)
+        link._tag, link._express = self._tag + lane, None  # a box is for messages one after another
+        return link
 
     def _by_rank(self, messages: Sequence[tuple[DeviceVector, int]], stream: Any) -> dict[int, list[Buffer]]:
         """The messages of each of the shadow's ranks, in order, on another stream if one is given."""
@@ -182,21 +234,16 @@ class DeviceLink(Link):
         self._scratch.clear()
 
 
-@contextmanager
 def _beside(
     sends: Sequence[tuple[DeviceVector, int]], recvs: Sequence[tuple[DeviceVector, int]]
-) -> Iterator[Any]:
-    """A stream on which large vectors are sent while others are received: the link carries both ways at once."""
+) -> _Side | None:
+    """A stream on which large vectors are sent while others are received: the GPU's link carries both at once."""
     if min(sum(vector.nbytes for vector, _ in messages) for messages in (sends, recvs)) < _LONG:
-        yield None
-        return
-    buffer = sends[0][0].buffer
-    stream = buffer.device.borrow_stream()
-    try:
-        buffer.device.wait_event(stream, buffer.device.record(buffer.stream))
-        yield stream
-    finally:
-        buffer.device.return_stream(stream)
+        return None
+    device, stream = sends[0][0].buffer.device, sends[0][0].buffer.stream
+    side = _Side(device, device.borrow_stream())
+    device.wait_event(side.stream, device.record(stream))
+    return side
 
 
 def _bytes(buffer: Buffer) -> Buffer:

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 
 from gdcomm.algorithms.link import Link, Vector
 from gdcomm.algorithms.parts import around, blocks, edges_of, halves
+from gdcomm.algorithms.steps import Steps
 
 __all__ = ["bruck", "doubling", "packed", "ring", "unpack"]
 
 
-def ring(link: Link, vector: Vector, counts: Sequence[int], displs: Sequence[int] | None = None) -> None:
+def ring(link: Link, vector: Vector, counts: Sequence[int], displs: Sequence[int] | None = None) -> Steps:
     """Pass blocks on to the next rank. It meets neighbours only.
 
     Costs (p-1) alpha + (p-1)/p n beta. See Thakur, Rabenseifner and Gropp 2005.
@@ -23,10 +24,10 @@ def ring(link: Link, vector: Vector, counts: Sequence[int], displs: Sequence[int
     rank, ranks = link.rank, link.size
     block = blocks(vector, counts, displs)
     for step in range(ranks - 1):
-        link.exchange(block[rank - step], (rank + 1) % ranks, block[rank - step - 1], (rank - 1) % ranks)
+        yield link.exchange(block[rank - step], (rank + 1) % ranks, block[rank - step - 1], (rank - 1) % ranks)
 
 
-def doubling(link: Link, vector: Vector, counts: Sequence[int], displs: Sequence[int] | None = None) -> None:
+def doubling(link: Link, vector: Vector, counts: Sequence[int], displs: Sequence[int] | None = None) -> Steps:
     """Double the blocks that each pair of ranks has: recursive doubling, for powers of two of ranks only.
 
     Costs lg p alpha + (p-1)/p n beta. See Thakur, Rabenseifner and Gropp 2005.
@@ -38,7 +39,7 @@ def doubling(link: Link, vector: Vector, counts: Sequence[int], displs: Sequence
     while distance < ranks:
         mine = rank - rank % distance
         other = mine ^ distance
-        link.exchange(
+        yield link.exchange(
             work[edges[mine] : edges[mine + distance]], rank ^ distance,
             work[edges[other] : edges[other + distance]], rank ^ distance,
         )  # fmt: skip
@@ -46,7 +47,7 @@ def doubling(link: Link, vector: Vector, counts: Sequence[int], displs: Sequence
     unpack(link, work, vector, counts, displs)
 
 
-def bruck(link: Link, vector: Vector, counts: Sequence[int], displs: Sequence[int] | None = None) -> None:
+def bruck(link: Link, vector: Vector, counts: Sequence[int], displs: Sequence[int] | None = None) -> Steps:
     """Double the blocks that each rank has, from itself on round the ring; for any number of ranks.
 
     Blocks are received where they belong, so that nothing is turned at the end: a range of blocks that goes round
@@ -57,7 +58,7 @@ def bruck(link: Link, vector: Vector, counts: Sequence[int], displs: Sequence[in
     edges, work = edges_of(counts), packed(link, vector, counts, displs)
     for after, before in reversed(halves(ranks)):
         down, up = (rank - before) % ranks, (rank + before) % ranks
-        link.transfer(
+        yield link.transfer(
             [(piece, down) for piece in around(work, edges, rank, after - before)],
             [(piece, up) for piece in around(work, edges, up, after - before)],
         )

@@ -10,11 +10,12 @@ from __future__ import annotations
 from gdcomm.algorithms import allgather, reduce_scatter
 from gdcomm.algorithms.link import Link, Vector
 from gdcomm.algorithms.parts import balanced, edges_of, fold, power_below, unfold
+from gdcomm.algorithms.steps import Steps
 
 __all__ = ["circulant", "doubling", "rabenseifner", "ring"]
 
 
-def doubling(link: Link, vector: Vector) -> None:
+def doubling(link: Link, vector: Vector) -> Steps:
     """Exchange whole vectors between pairs, pairs of pairs, and so on: recursive doubling. Keeps rank order.
 
     For short vectors, and operators that do not commute. Costs lg p (alpha + n beta + n gamma) for powers of two, and
@@ -22,20 +23,20 @@ def doubling(link: Link, vector: Vector) -> None:
     `lower op higher`, of the same two vectors. See Thakur, Rabenseifner and Gropp 2005.
     """
     scratch = link.scratch(len(vector), vector)
-    left = fold(link, vector, scratch)
+    left = yield from fold(link, vector, scratch)
     distance = 1
     while left is not None and distance < left.size:
         partner = left.rank ^ distance
-        left.exchange(vector, partner, scratch, partner)
+        yield left.exchange(vector, partner, scratch, partner)
         if partner < left.rank:
             left.reduce(vector, lower=scratch)
         else:
             left.reduce(vector, higher=scratch)
         distance *= 2
-    unfold(link, vector)
+    yield from unfold(link, vector)
 
 
-def rabenseifner(link: Link, vector: Vector) -> None:
+def rabenseifner(link: Link, vector: Vector) -> Steps:
     """Reduce-scatter by halving, then allgather by doubling. For commutative operators.
 
     Costs 2 lg p alpha + 2 (p-1)/p n beta + (p-1)/p n gamma for powers of two, and scratch of half the vector; for
@@ -44,29 +45,29 @@ def rabenseifner(link: Link, vector: Vector) -> None:
     counts = balanced(len(vector), power_below(link.size))
     folds = link.size > len(counts)
     scratch = link.scratch(len(vector) if folds else sum(counts[: len(counts) // 2]), vector)
-    left = fold(link, vector, scratch)
+    left = yield from fold(link, vector, scratch)
     if left is not None:
-        reduce_scatter.halve(left, vector, edges_of(counts), scratch)
-        allgather.doubling(left, vector, counts)
-    unfold(link, vector)
+        yield from reduce_scatter.halve(left, vector, edges_of(counts), scratch)
+        yield from allgather.doubling(left, vector, counts)
+    yield from unfold(link, vector)
 
 
-def circulant(link: Link, vector: Vector) -> None:
+def circulant(link: Link, vector: Vector) -> Steps:
     """Reduce-scatter and allgather round the ring at halved distances. For commutative operators.
 
     Any number of ranks does as well as a power of two: 2 ceil(lg p) alpha + 2 (p-1)/p n beta + (p-1)/p n gamma, without
     a fold; scratch of half the vector. See Träff 2024.
     """
     counts = balanced(len(vector), link.size)
-    reduce_scatter.circulant(link, vector, counts)
-    allgather.bruck(link, vector, counts)
+    yield from reduce_scatter.circulant(link, vector, counts)
+    yield from allgather.bruck(link, vector, counts)
 
 
-def ring(link: Link, vector: Vector) -> None:
+def ring(link: Link, vector: Vector) -> Steps:
     """Pass partial results round the ring, then the results. Meets neighbours only. For commutative operators.
 
     Costs 2 (p-1) alpha + 2 (p-1)/p n beta + (p-1)/p n gamma, and scratch of n/p. See Patarasuk and Yuan 2009.
     """
     counts = balanced(len(vector), link.size)
-    reduce_scatter.ring(link, vector, counts)
-    allgather.ring(link, vector, counts)
+    yield from reduce_scatter.ring(link, vector, counts)
+    yield from allgather.ring(link, vector, counts)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from gdcomm.algorithms.link import Link, Vector
 from gdcomm.algorithms.parts import blocks, rounds
+from gdcomm.algorithms.steps import Steps
 
 __all__ = ["bruck", "pairwise"]
 
@@ -23,7 +24,7 @@ def pairwise(
     recv_counts: Sequence[int],
     send_displs: Sequence[int] | None = None,
     recv_displs: Sequence[int] | None = None,
-) -> None:
+) -> Steps:
     """Exchange a block with one rank up and one rank down, ever further away: long blocks, of any counts, also 0.
 
     Costs (p-1) alpha + (p-1)/p n beta. See Thakur, Rabenseifner and Gropp 2005.
@@ -33,7 +34,7 @@ def pairwise(
     link.copy(incoming[rank], outgoing[rank])
     for distance in range(1, ranks):
         up, down = (rank + distance) % ranks, (rank - distance) % ranks
-        link.exchange(outgoing[up], up, incoming[down], down)
+        yield link.exchange(outgoing[up], up, incoming[down], down)
 
 
 def bruck(
@@ -44,7 +45,7 @@ def bruck(
     recv_counts: Sequence[int],
     send_displs: Sequence[int] | None = None,
     recv_displs: Sequence[int] | None = None,
-) -> None:
+) -> Steps:
     """Let blocks travel by the bits of their distance, many in a message: short blocks, all counts the same.
 
     Costs lg p alpha + lg p n/2 beta, and scratch of (lg p + 1) n/2. Blocks are neither turned at the start nor sorted
@@ -62,7 +63,7 @@ def bruck(
         out, into = packed[: block * len(going)], arrived[: block * len(going)]
         counts = [block] * len(going)
         link.copies(list(zip(blocks(out, counts), [where[distance] for distance in going], strict=True)))
-        link.exchange(out, (rank + step) % ranks, into, (rank - step) % ranks)
+        yield link.exchange(out, (rank + step) % ranks, into, (rank - step) % ranks)
         for distance, piece in zip(going, blocks(into, counts), strict=True):
             where[distance] = piece
     link.copies([(incoming[(rank - distance) % ranks], piece) for distance, piece in enumerate(where)])

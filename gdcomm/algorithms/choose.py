@@ -1,7 +1,7 @@
 """Which algorithm, by a cost model: pure functions of what is equal on all ranks, so that all ranks choose alike.
 
-A message of m bytes takes alpha + m / bandwidth, to and fro at the same time; reducing it takes m / gamma. Nobody
-stands in anybody's way: without contention a ring never wins, which on real machines it may.
+A message of m bytes takes alpha + m / bandwidth, to and fro at the same time; reducing it takes m / gamma. Inside a
+node nobody stands in anybody's way: without contention a ring never wins there, which on real machines it may.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from gdcomm.algorithms import (
     scan,
     scatter,
 )
+from gdcomm.algorithms.link import LANES
 from gdcomm.algorithms.parts import power_below, rounds
+from gdcomm.algorithms.steps import Steps
 
 __all__ = ["ALGORITHMS", "NODE_ALGORITHMS", "Algorithm", "Model", "NodeAlgorithm", "choose", "costs"]
 
@@ -35,8 +37,9 @@ class Model(NamedTuple):
         alpha: seconds to begin a message.
         bandwidth: bytes/s of a rank's messages, each way.
         gamma: bytes/s that a GPU reduces.
-        alpha_across, bandwidth_across: the same between nodes, where all ranks of a node send at once. Not measured:
-            a 200 Gbit/s port for each rank is assumed.
+        alpha_across, bandwidth_across: the same between nodes, for a rank that has a network port to itself. Not
+            measured: ports of 200 Gbit/s are assumed.
+        ports: of each node, shared by all ranks that send at once; 0: one for each rank.
     """
 
     alpha: float = 20e-6
@@ -44,10 +47,12 @@ class Model(NamedTuple):
     gamma: float = 1e12
     alpha_across: float = 20e-6
     bandwidth_across: float = 24e9
+    ports: int = 0
 
-    def across(self) -> Model:
-        """The model where every message leaves its node."""
-        return self._replace(alpha=self.alpha_across, bandwidth=self.bandwidth_across)
+    def across(self, senders: int) -> Model:
+        """The model where every message leaves its node, which so many ranks of it send at once."""
+        shared = self.bandwidth_across * min(1.0, (self.ports or senders) / senders)
+        return self._replace(alpha=self.alpha_across, bandwidth=shared)
 
     def steps(self, number: float, nbytes: float, reduced: float = 0) -> float:
         """Seconds of so many messages one after another, of so many bytes in all, and bytes reduced."""
@@ -65,26 +70,44 @@ class Algorithm(NamedTuple):
         seconds: its time by a model, for n bytes on p ranks.
         commutative: whether the operator must commute.
         powers: whether it is for powers of two of ranks only.
+        neighbours: whether ranks send to the next one only, so that in order of nodes one of each sends to another.
     """
 
-    run: Callable[..., None]
+    run: Callable[..., Steps]
     seconds: Cost
     commutative: bool = False
     powers: bool = False
+    neighbours: bool = False
 
 
 class NodeAlgorithm(NamedTuple):
-    """A collective algorithm for several nodes, with links inside and across.
+    """A collective algorithm for several nodes, with links inside and across, whose phases overlap.
 
     Args:
-        run: the function; it takes the two links instead of one.
-        seconds: its time by a model, for n bytes, on g ranks on each of N nodes.
+        run: the function; it takes the two links instead of one, and last the number of sections.
+        inside: the time of its phases inside a node by a model, for n bytes on the ranks of a node.
+        across: the same of those across, for n bytes on as many ranks as nodes.
         commutative: whether the operator must commute.
+        shares: whether each rank of a node carries a share of the data across, else one carries all.
+        again: `across` of each further section, if that is less.
     """
 
-    run: Callable[..., None]
-    seconds: Callable[[Model, float, int, int], float]
+    run: Callable[..., Steps]
+    inside: Cost
+    across: Cost
     commutative: bool = False
+    shares: bool = True
+    again: Cost | None = None
+
+    def seconds(self, m: Model, n: float, g: int, nodes: int, sections: int) -> float:
+        """Its time for n bytes on g ranks on each node: one section, and of others what takes longest."""
+        wire, part = (m.across(g), n / sections / g) if self.shares else (m.across(1), n / sections)
+        inside, further = self.inside(m, n / sections, g), (self.again or self.across)(wire, part, nodes)
+        return inside + self.across(wire, part, nodes) + (sections - 1) * max(inside, further)
+
+    def best(self, m: Model, n: float, g: int, nodes: int) -> tuple[float, int]:
+        """The least time, and the fewest sections that take it."""
+        return min((self.seconds(m, n, g, nodes, sections), sections) for sections in range(1, LANES + 1))
 
 
 def _fold(m: Model, n: float, p: int) -> float:
@@ -98,6 +121,10 @@ def _once(m: Model, n: float, p: int) -> float:
 
 def _linear(m: Model, n: float, p: int) -> float:
     return m.steps(p - 1, (p - 1) / p * n)
+
+
+def _twice_linear(m: Model, n: float, p: int) -> float:
+    return 2 * _linear(m, n, p)
 
 
 def _tree(m: Model, n: float, p: int) -> float:
@@ -122,9 +149,19 @@ def _chain(m: Model, n: float, p: int) -> float:
     return 0.0 if p == 1 else (p - 2 + segments) * m.steps(1, n / segments)
 
 
+def _passing(m: Model, n: float, p: int) -> float:
+    """What comes through a chain after something else."""
+    segments = bcast.segments(int(n), p)
+    return 0.0 if p == 1 else m.steps(segments, n)
+
+
 def _reducing_chain(m: Model, n: float, p: int) -> float:
     segments = bcast.segments(int(n), p)
     return 0.0 if p == 1 else (p - 2 + segments) * m.steps(1, n / segments, n / segments)
+
+
+def _reduced_passing(m: Model, n: float, p: int) -> float:
+    return _passing(m, n, p) + (n / m.gamma if p > 1 else 0.0)
 
 
 def _exclusive(m: Model, n: float, p: int) -> float:
@@ -146,29 +183,29 @@ ALGORITHMS: Mapping[str, Mapping[str, Algorithm]] = {
         "doubling": Algorithm(allreduce.doubling, _folded(_reducing_tree)),
         "rabenseifner": Algorithm(allreduce.rabenseifner, _folded(_reducing(_twice)), commutative=True),
         "circulant": Algorithm(allreduce.circulant, _reducing(_twice), commutative=True),
-        "ring": Algorithm(allreduce.ring, _reducing(lambda m, n, p: 2 * _linear(m, n, p)), commutative=True),
+        "ring": Algorithm(allreduce.ring, _reducing(_twice_linear), commutative=True, neighbours=True),
     },
     "reduce_scatter": {
         "halving": Algorithm(reduce_scatter.halving, _folded(_reducing(_once)), commutative=True),
         "circulant": Algorithm(reduce_scatter.circulant, _reducing(_once), commutative=True),
-        "ring": Algorithm(reduce_scatter.ring, _reducing(_linear), commutative=True),
+        "ring": Algorithm(reduce_scatter.ring, _reducing(_linear), commutative=True, neighbours=True),
         "tree": Algorithm(reduce_scatter.tree, lambda m, n, p: _reducing_tree(m, n, p) + _once(m, n, p)),
         "pairwise": Algorithm(reduce_scatter.pairwise, _reducing(_linear)),
     },
     "allgather": {
         "doubling": Algorithm(allgather.doubling, _once, powers=True),
         "bruck": Algorithm(allgather.bruck, _once),
-        "ring": Algorithm(allgather.ring, _linear),
+        "ring": Algorithm(allgather.ring, _linear, neighbours=True),
     },
     "bcast": {
         "binomial": Algorithm(bcast.binomial, _tree),
         "scatter_allgather": Algorithm(bcast.scatter_allgather, _twice),
-        "chain": Algorithm(bcast.chain, _chain),
+        "chain": Algorithm(bcast.chain, _chain, neighbours=True),
     },
     "reduce": {
         "binomial": Algorithm(reduce.binomial, _reducing_tree),
         "rabenseifner": Algorithm(reduce.rabenseifner, _reducing(_twice), commutative=True),
-        "chain": Algorithm(reduce.chain, _reducing_chain, commutative=True),
+        "chain": Algorithm(reduce.chain, _reducing_chain, commutative=True, neighbours=True),
     },
     "alltoall": {
         "pairwise": Algorithm(alltoall.pairwise, _linear),
@@ -184,16 +221,6 @@ ALGORITHMS: Mapping[str, Mapping[str, Algorithm]] = {
 }
 
 
-def _shares(inside: Cost, across: Cost) -> Callable[[Model, float, int, int], float]:
-    """The cost of `hierarchical`: all data inside, a share of it across."""
-    return lambda m, n, g, nodes: inside(m, n, g) + across(m.across(), n / g, nodes)
-
-
-def _whole(inside: Cost, across: Cost) -> Callable[[Model, float, int, int], float]:
-    """The cost of `leaders`: all data inside, all of it across."""
-    return lambda m, n, g, nodes: inside(m, n, g) + across(m.across(), n, nodes)
-
-
 def _four_times(m: Model, n: float, p: int) -> float:
     return 2 * _twice(m, n, p)
 
@@ -202,26 +229,34 @@ def _thrice(m: Model, n: float, p: int) -> float:
     return 3 * _once(m, n, p)
 
 
+def _reduced_and_passed_on(m: Model, n: float, p: int) -> float:
+    return _reducing(_twice)(m, n, p) + (m.steps(1, n) if p > 1 else 0.0)
+
+
 NODE_ALGORITHMS: Mapping[str, Mapping[str, NodeAlgorithm]] = {
     "allreduce": {
-        "hierarchical": NodeAlgorithm(hierarchical.allreduce, _shares(_reducing(_twice), _reducing(_twice)), True),
-        "leaders": NodeAlgorithm(leaders.allreduce, _whole(_reducing(_four_times), _reducing(_twice)), True),
+        "hierarchical": NodeAlgorithm(hierarchical.allreduce, _reducing(_twice), _reducing(_twice), True),
+        "leaders": NodeAlgorithm(leaders.allreduce, _reducing(_four_times), _reducing(_twice), True, False),
     },
     "reduce_scatter": {
-        "hierarchical": NodeAlgorithm(hierarchical.reduce_scatter, _shares(_reducing(_once), _reducing(_once)), True),
-        "leaders": NodeAlgorithm(leaders.reduce_scatter, _whole(_reducing(_thrice), _reducing(_once)), True),
+        "hierarchical": NodeAlgorithm(hierarchical.reduce_scatter, _reducing(_once), _reducing(_once), True),
+        "leaders": NodeAlgorithm(leaders.reduce_scatter, _reducing(_thrice), _reducing(_once), True, False),
     },
     "allgather": {
-        "hierarchical": NodeAlgorithm(hierarchical.allgather, _shares(_once, _once)),
-        "leaders": NodeAlgorithm(leaders.allgather, _whole(_thrice, _once)),
+        "hierarchical": NodeAlgorithm(hierarchical.allgather, _once, _once),
+        "leaders": NodeAlgorithm(leaders.allgather, _thrice, _once, shares=False),
     },
     "bcast": {
-        "hierarchical": NodeAlgorithm(hierarchical.bcast, _shares(_twice, _chain)),
-        "leaders": NodeAlgorithm(leaders.bcast, _whole(_four_times, _chain)),
+        "hierarchical": NodeAlgorithm(hierarchical.bcast, _twice, _chain, again=_passing),
+        "leaders": NodeAlgorithm(leaders.bcast, _four_times, _chain, shares=False, again=_passing),
     },
     "reduce": {
-        "hierarchical": NodeAlgorithm(hierarchical.reduce, _shares(_reducing(_twice), _reducing_chain), True),
-        "leaders": NodeAlgorithm(leaders.reduce, _whole(_reducing(_four_times), _reducing_chain), True),
+        "hierarchical": NodeAlgorithm(
+            hierarchical.reduce, _reducing(_twice), _reducing_chain, True, again=_reduced_passing
+        ),
+        "leaders": NodeAlgorithm(
+            leaders.reduce, _reduced_and_passed_on, _reducing_chain, True, False, again=_reduced_passing
+        ),
     },
 }
 
@@ -230,50 +265,53 @@ NODE_ALGORITHMS: Mapping[str, Mapping[str, NodeAlgorithm]] = {
 def choose(
     operation: str,
     nbytes: int,
-    ranks: int,
-    nodes: int = 1,
+    sizes: tuple[int, ...],
     commutative: bool = True,
-    even: bool = True,
+    ordered: bool = True,
     model: Model = Model(),  # noqa: B008  it is immutable
-) -> str:
-    """Choose the algorithm of the least predicted time; arguments as in `costs`."""
-    predicted = costs(operation, nbytes, ranks, nodes, commutative, even, model)
-    return min(predicted, key=predicted.__getitem__)
+) -> tuple[str, int]:
+    """Choose the algorithm of the least predicted time, and its sections; arguments as in `costs`."""
+    predicted = costs(operation, nbytes, sizes, commutative, ordered, model)
+    name = min(predicted, key=lambda name: predicted[name][0])
+    return name, predicted[name][1]
 
 
 def costs(
     operation: str,
     nbytes: int,
-    ranks: int,
-    nodes: int = 1,
+    sizes: tuple[int, ...],
     commutative: bool = True,
-    even: bool = True,
+    ordered: bool = True,
     model: Model = Model(),  # noqa: B008  it is immutable
-) -> dict[str, float]:
+) -> dict[str, tuple[float, int]]:
     """Predict the time of every algorithm that can do an operation.
 
     Args:
         operation: a key of `ALGORITHMS`.
         nbytes: of the whole vector; of all blocks, for operations that have blocks.
-        ranks: how many, on all nodes.
-        nodes: how many. Where there are several, every message of a flat algorithm is taken to leave its node.
+        sizes: ranks of each node. Where there are several, every message of a flat algorithm is taken to leave its
+            node, except those between neighbours; nodes are taken to be as large as the largest.
         commutative: whether the operator is.
-        even: whether all nodes have the same number of ranks.
+        ordered: whether ranks are numbered through the nodes.
         model: what messages and reductions cost.
 
     Returns:
-        Seconds, by the algorithm's name: in `NODE_ALGORITHMS` if it is "hierarchical" or "leaders", else in
-        `ALGORITHMS`.
+        Seconds and sections, by the algorithm's name: in `NODE_ALGORITHMS` if it is "hierarchical" or "leaders", else
+        in `ALGORITHMS`, with one section.
     """
-    flat = model if nodes == 1 else model.across()
+    ranks, nodes, most = sum(sizes), len(sizes), max(sizes)
+
+    def flat(neighbours: bool) -> Model:
+        return model if nodes == 1 else model.across(1 if neighbours and ordered else most)
+
     predicted = {
-        name: algorithm.seconds(flat, nbytes, ranks)
+        name: (algorithm.seconds(flat(algorithm.neighbours), nbytes, ranks), 1)
         for name, algorithm in ALGORITHMS[operation].items()
         if (commutative or not algorithm.commutative) and (ranks == power_below(ranks) or not algorithm.powers)
     }
     if nodes > 1 and operation in NODE_ALGORITHMS:
-        name = "hierarchical" if even else "leaders"
+        name = "hierarchical" if len(set(sizes)) == 1 else "leaders"
         algorithm = NODE_ALGORITHMS[operation][name]
         if commutative or not algorithm.commutative:
-            predicted[name] = algorithm.seconds(model, nbytes, -(-ranks // nodes), nodes)
+            predicted[name] = algorithm.best(model, nbytes, most, nodes)
     return predicted

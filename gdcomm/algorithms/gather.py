@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from gdcomm.algorithms.link import Link, Vector
 from gdcomm.algorithms.parts import Tree, blocks, edges_of, tree
+from gdcomm.algorithms.steps import Steps
 
 __all__ = ["binomial", "in_place", "linear"]
 
@@ -21,7 +22,7 @@ def binomial(
     counts: Sequence[int],
     displs: Sequence[int] | None = None,
     root: int = 0,
-) -> None:
+) -> Steps:
     """Join branches of a binomial tree: short blocks.
 
     Costs lg p alpha + (p-1)/p n beta, and scratch of its branch on a rank that is neither leaf nor root; on the root
@@ -35,7 +36,7 @@ def binomial(
     """
     place = tree(link.rank, link.size, root)
     if place.parent is not None and not place.children:
-        link.exchange(send, place.parent, None, place.parent)
+        yield link.exchange(send, place.parent, None, place.parent)
         return
     if link.rank == root and send is None:
         send = blocks(recv, counts, displs)[root]
@@ -45,23 +46,23 @@ def binomial(
     work: Vector = recv if in_recv else link.scratch(edges[place.last] - base, send)
     shifted = [edge - base for edge in edges]
     link.copy(work[shifted[link.rank] : shifted[link.rank + 1]], send)
-    _join(link, work, shifted, place)
+    yield from _join(link, work, shifted, place)
     if link.rank == root and not packed:
         link.copies(list(zip(blocks(recv, counts, displs), blocks(work, counts), strict=True)))
 
 
-def in_place(link: Link, vector: Vector, counts: Sequence[int], root: int = 0) -> None:
+def in_place(link: Link, vector: Vector, counts: Sequence[int], root: int = 0) -> Steps:
     """Gather blocks of vectors that are as long as the whole on every rank: before, block `rank` is in its place.
 
     After, all blocks are in place on the root, and some on others. Costs as `binomial`, without copies or scratch.
     """
-    _join(link, vector, edges_of(counts), tree(link.rank, link.size, root))
+    yield from _join(link, vector, edges_of(counts), tree(link.rank, link.size, root))
 
 
-def _join(link: Link, work: Vector, edges: Sequence[int], place: Tree) -> None:
-    link.transfer([], [(work[edges[first] : edges[last]], child) for child, first, last in place.children])
+def _join(link: Link, work: Vector, edges: Sequence[int], place: Tree) -> Steps:
+    yield link.transfer([], [(work[edges[first] : edges[last]], child) for child, first, last in place.children])
     if place.parent is not None:
-        link.exchange(work[edges[place.first] : edges[place.last]], place.parent, None, place.parent)
+        yield link.exchange(work[edges[place.first] : edges[place.last]], place.parent, None, place.parent)
 
 
 def linear(
@@ -71,16 +72,16 @@ def linear(
     counts: Sequence[int] | None,
     displs: Sequence[int] | None = None,
     root: int = 0,
-) -> None:
+) -> Steps:
     """Send each block straight to the root: long blocks, and counts that only the root knows.
 
     Costs (p-1) alpha + (p-1)/p n beta. Arguments as in `binomial`; `counts` is looked at on the root only.
     """
     if link.rank != root:
-        link.exchange(send, root, None, root)
+        yield link.exchange(send, root, None, root)
         return
     assert counts is not None
     block = blocks(recv, counts, displs)
-    link.transfer([], [(block[rank], rank) for rank in range(link.size) if rank != root])
+    yield link.transfer([], [(block[rank], rank) for rank in range(link.size) if rank != root])
     if send is not None:
         link.copy(block[root], send)

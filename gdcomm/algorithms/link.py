@@ -13,13 +13,18 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-__all__ = ["HostLink", "Link", "Sublink", "Vector"]
+from gdcomm.algorithms.steps import Flight
 
+__all__ = ["LANES", "HostLink", "Link", "Sublink", "Vector"]
+
+LANES = 16  # links of the same ranks that are apart
 Vector = Any
 
 
 class Link(ABC):
     """The ranks of a communicator, and one operator. All verbs are in order, each after those before it.
+
+    Messages are only begun: an algorithm yields the flight before it goes on (see `steps`).
 
     Args:
         rank, size: this rank, and how many there are.
@@ -28,16 +33,20 @@ class Link(ABC):
     rank: int
     size: int
 
-    def exchange(self, send: Vector | None, dest: int, recv: Vector | None, source: int) -> None:
+    def exchange(self, send: Vector | None, dest: int, recv: Vector | None, source: int) -> Flight:
         """Send one vector and receive another at the same time; None or an empty one: only the other half."""
-        self.transfer([] if send is None else [(send, dest)], [] if recv is None else [(recv, source)])
+        return self.transfer([] if send is None else [(send, dest)], [] if recv is None else [(recv, source)])
 
     @abstractmethod
-    def transfer(self, sends: Sequence[tuple[Vector, int]], recvs: Sequence[tuple[Vector, int]]) -> None:
+    def transfer(self, sends: Sequence[tuple[Vector, int]], recvs: Sequence[tuple[Vector, int]]) -> Flight:
         """Send and receive vectors at the same time, each to or from a rank. Empty ones do not travel.
 
         Between two ranks, vectors arrive in the order in which they are listed and sent.
         """
+
+    @abstractmethod
+    def apart(self, lane: int) -> Link:
+        """A link of the same ranks, below `LANES`: no message of it is taken for one of another lane."""
 
     @abstractmethod
     def reduce(self, into: Vector, lower: Vector | None = None, higher: Vector | None = None) -> None:
@@ -69,9 +78,12 @@ class Sublink(Link):
         self._link, self._ranks = link, ranks
         self.rank, self.size = ranks.index(link.rank), len(ranks)
 
-    def transfer(self, sends: Sequence[tuple[Vector, int]], recvs: Sequence[tuple[Vector, int]]) -> None:
+    def transfer(self, sends: Sequence[tuple[Vector, int]], recvs: Sequence[tuple[Vector, int]]) -> Flight:
         ranks = self._ranks
-        self._link.transfer([(v, ranks[dest]) for v, dest in sends], [(v, ranks[source]) for v, source in recvs])
+        return self._link.transfer([(v, ranks[dest]) for v, dest in sends], [(v, ranks[source]) for v, source in recvs])
+
+    def apart(self, lane: int) -> Sublink:
+        return Sublink(self._link.apart(lane), self._ranks)
 
     def reduce(self, into: Vector, lower: Vector | None = None, higher: Vector | None = None) -> None:
         self._link.reduce(into, lower, higher)
@@ -86,22 +98,37 @@ class Sublink(Link):
         return self._link.scratch(count, like)
 
 
+class _Requests(Flight):
+    def __init__(self, requests: list[MPI.Request]) -> None:
+        self._requests = requests
+
+    def test(self) -> bool:
+        return MPI.Request.Testall(self._requests)
+
+    def wait(self) -> None:
+        MPI.Request.Waitall(self._requests)
+
+
 class HostLink(Link):
     """NumPy vectors over plain MPI messages.
 
     Args:
         comm: nobody else's.
         op: the operator: a NumPy function of two arrays and `out`.
+        lane: the tag of its messages.
     """
 
-    def __init__(self, comm: MPI.Intracomm, op: np.ufunc | None = None) -> None:
-        self._comm, self._op = comm, op
+    def __init__(self, comm: MPI.Intracomm, op: np.ufunc | None = None, lane: int = 0) -> None:
+        self._comm, self._op, self._lane = comm, op, lane
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
 
-    def transfer(self, sends: Sequence[tuple[Vector, int]], recvs: Sequence[tuple[Vector, int]]) -> None:
-        requests = [self._comm.Irecv([v.view(np.uint8), MPI.BYTE], source) for v, source in recvs if len(v)]
-        requests += [self._comm.Isend([v.view(np.uint8), MPI.BYTE], dest) for v, dest in sends if len(v)]
-        MPI.Request.Waitall(requests)
+    def transfer(self, sends: Sequence[tuple[Vector, int]], recvs: Sequence[tuple[Vector, int]]) -> Flight:
+        requests = [self._comm.Irecv([v.view(np.uint8), MPI.BYTE], source, self._lane) for v, source in recvs if len(v)]
+        requests += [self._comm.Isend([v.view(np.uint8), MPI.BYTE], dest, self._lane) for v, dest in sends if len(v)]
+        return _Requests(requests)
+
+    def apart(self, lane: int) -> HostLink:
+        return HostLink(self._comm, self._op, lane)
 
     def reduce(self, into: Vector, lower: Vector | None = None, higher: Vector | None = None) -> None:
         assert self._op is not None

@@ -5,14 +5,16 @@ Blocks of a vector lie one after another, block i being rank i's; `edges` are wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 from gdcomm.algorithms.link import Link, Sublink, Vector
+from gdcomm.algorithms.steps import Flight, Steps
 
 __all__ = [
-    "Tree", "around", "balanced", "blocks", "edges_of", "fold", "halves", "power_below", "rounds", "tree", "unfold",
+    "Section", "Tree", "around", "balanced", "blocks", "cut", "edges_of", "fold", "halves", "power_below",
+    "rounds", "tree", "unfold",
 ]  # fmt: skip
 
 
@@ -31,6 +33,41 @@ def blocks(vector: Vector, counts: Sequence[int], displs: Sequence[int] | None =
     """The blocks of a vector: `counts` elements each, from `displs` on; without it, one after another."""
     starts = edges_of(counts) if displs is None else displs
     return [vector[start : start + count] for start, count in zip(starts, counts, strict=False)]
+
+
+class Section(NamedTuple):
+    """A piece of every block.
+
+    Args:
+        vector: where they lie side by side.
+        counts: elements of each.
+        pairs: of each, where it lies in `vector`, and where in its block; none if that is the same.
+    """
+
+    vector: Vector
+    counts: Sequence[int]
+    pairs: list[tuple[Vector, Vector]]
+
+
+def cut(
+    link: Link, vector: Vector, counts: Sequence[int], sections: int, order: Sequence[int] | None = None
+) -> list[Section]:
+    """Cut every block into `sections` pieces: scratch of the vector, except for one section in order of ranks.
+
+    Args:
+        order: the ranks in the order in which their pieces are to lie; None: as they are numbered.
+    """
+    if sections == 1 and order is None:
+        return [Section(vector, counts, [])]
+    home = blocks(vector, counts)
+    pieces = [blocks(home[rank], balanced(counts[rank], sections)) for rank in order or range(len(counts))]
+    work, found, start = link.scratch(len(vector), vector), [], 0
+    for section in zip(*pieces, strict=True):
+        each = [len(piece) for piece in section]
+        part = work[start : start + sum(each)]
+        found.append(Section(part, each, list(zip(blocks(part, each), section, strict=True))))
+        start += sum(each)
+    return found
 
 
 def around(vector: Vector, edges: Sequence[int], first: int, number: int) -> list[Vector]:
@@ -99,7 +136,7 @@ def tree(rank: int, ranks: int, root: int) -> Tree:
     return Tree(None, first, last, children)
 
 
-def fold(link: Link, vector: Vector, scratch: Vector) -> Link | None:
+def fold(link: Link, vector: Vector, scratch: Vector) -> Generator[Flight, None, Link | None]:
     """Reduce rank 2i + 1's vector into rank 2i's, for as many pairs from rank 0 on as leave a power of two of ranks.
 
     Rank order is kept. Costs alpha + n beta + n gamma where there are pairs; `scratch` is as long as the vector.
@@ -112,17 +149,17 @@ def fold(link: Link, vector: Vector, scratch: Vector) -> Link | None:
         return link
     if link.rank < 2 * pairs:
         if link.rank % 2:
-            link.exchange(vector, link.rank - 1, None, link.rank - 1)
+            yield link.exchange(vector, link.rank - 1, None, link.rank - 1)
             return None
-        link.exchange(None, link.rank + 1, scratch, link.rank + 1)
+        yield link.exchange(None, link.rank + 1, scratch, link.rank + 1)
         link.reduce(vector, higher=scratch)
     return Sublink(link, [*range(0, 2 * pairs, 2), *range(2 * pairs, link.size)])
 
 
-def unfold(link: Link, piece: Vector) -> None:
+def unfold(link: Link, piece: Vector) -> Steps:
     """Give rank 2i + 1 of the folded pairs what rank 2i has in `piece`. Costs alpha + n beta."""
     if link.rank < 2 * (link.size - power_below(link.size)):
         if link.rank % 2:
-            link.exchange(None, link.rank - 1, piece, link.rank - 1)
+            yield link.exchange(None, link.rank - 1, piece, link.rank - 1)
         else:
-            link.exchange(piece, link.rank + 1, None, link.rank + 1)
+            yield link.exchange(piece, link.rank + 1, None, link.rank + 1)

@@ -10,11 +10,12 @@ from gdcomm.algorithms import gather, reduce_scatter
 from gdcomm.algorithms.bcast import segments
 from gdcomm.algorithms.link import Link, Vector
 from gdcomm.algorithms.parts import balanced, blocks, tree
+from gdcomm.algorithms.steps import Steps
 
 __all__ = ["binomial", "chain", "rabenseifner"]
 
 
-def binomial(link: Link, vector: Vector, root: int = 0) -> None:
+def binomial(link: Link, vector: Vector, root: int = 0) -> Steps:
     """Reduce whole vectors up a binomial tree: short vectors, operators that need not commute.
 
     Branches of the tree are neighbouring ranks, whatever the root, so that rank order is kept without another
@@ -23,16 +24,16 @@ def binomial(link: Link, vector: Vector, root: int = 0) -> None:
     place = tree(link.rank, link.size, root)
     scratch = link.scratch(len(vector) if place.children else 0, vector)
     for child, _, _ in place.children:
-        link.exchange(None, child, scratch, child)
+        yield link.exchange(None, child, scratch, child)
         if child < link.rank:
             link.reduce(vector, lower=scratch)
         else:
             link.reduce(vector, higher=scratch)
     if place.parent is not None:
-        link.exchange(vector, place.parent, None, place.parent)
+        yield link.exchange(vector, place.parent, None, place.parent)
 
 
-def rabenseifner(link: Link, vector: Vector, root: int = 0) -> None:
+def rabenseifner(link: Link, vector: Vector, root: int = 0) -> Steps:
     """Reduce-scatter, then gather the blocks at the root: long vectors. For commutative operators.
 
     Costs 2 lg p alpha + 2 (p-1)/p n beta + (p-1)/p n gamma, and scratch of half the vector. See Rabenseifner 2004;
@@ -40,11 +41,11 @@ def rabenseifner(link: Link, vector: Vector, root: int = 0) -> None:
     """
     counts = balanced(len(vector), link.size)
     scatter = reduce_scatter.circulant if link.size & (link.size - 1) else reduce_scatter.halving
-    scatter(link, vector, counts)
-    gather.in_place(link, vector, counts, root)
+    yield from scatter(link, vector, counts)
+    yield from gather.in_place(link, vector, counts, root)
 
 
-def chain(link: Link, vector: Vector, root: int = 0) -> None:
+def chain(link: Link, vector: Vector, root: int = 0) -> Steps:
     """Pass segments on from rank to rank, down to the root, each adding its own: the longest vectors.
 
     `bcast.chain` turned round, for commutative operators. Costs (p - 2 + k) (alpha + n/k beta + n/k gamma) for k
@@ -56,6 +57,6 @@ def chain(link: Link, vector: Vector, root: int = 0) -> None:
     scratch = link.scratch(0 if after == root else len(pieces[0]), vector)
     for coming, going in zip([*pieces, None], [None, *pieces], strict=True):
         arrived = None if coming is None or after == root else scratch[: len(coming)]
-        link.exchange(None if rank == root else going, before, arrived, after)
+        yield link.exchange(None if rank == root else going, before, arrived, after)
         if arrived is not None:
             link.reduce(coming, higher=arrived)

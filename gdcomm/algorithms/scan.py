@@ -6,12 +6,15 @@ this rank's contribution; after, its result. See Hillis and Steele 1986. Costs a
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 from gdcomm.algorithms.link import Link, Vector
+from gdcomm.algorithms.steps import Flight, Steps
 
 __all__ = ["exclusive", "inclusive"]
 
 
-def inclusive(link: Link, vector: Vector) -> None:
+def inclusive(link: Link, vector: Vector) -> Steps:
     """Scan over ranks 0 to this one.
 
     Costs ceil(lg p) (alpha + n beta + n gamma), and scratch of the vector.
@@ -19,12 +22,12 @@ def inclusive(link: Link, vector: Vector) -> None:
     incoming = link.scratch(len(vector), vector)
     distance = 1
     while distance < link.size:
-        if _shift(link, vector, incoming, distance):
+        if (yield from _shift(link, vector, incoming, distance)):
             link.reduce(vector, lower=incoming)
         distance *= 2
 
 
-def exclusive(link: Link, vector: Vector) -> None:
+def exclusive(link: Link, vector: Vector) -> Steps:
     """Scan over ranks 0 to the one before this; rank 0's vector stays as it is.
 
     Costs ceil(lg p) (alpha + n beta + 2 n gamma), and scratch of twice the vector.
@@ -35,7 +38,7 @@ def exclusive(link: Link, vector: Vector) -> None:
     link.copy(partial, vector)
     distance = 1
     while distance < link.size:
-        if _shift(link, partial, incoming, distance):
+        if (yield from _shift(link, partial, incoming, distance)):
             link.reduce(partial, lower=incoming)
             if distance == 1:
                 link.copy(vector, incoming)
@@ -44,8 +47,8 @@ def exclusive(link: Link, vector: Vector) -> None:
         distance *= 2
 
 
-def _shift(link: Link, send: Vector, recv: Vector, distance: int) -> bool:
+def _shift(link: Link, send: Vector, recv: Vector, distance: int) -> Generator[Flight, None, bool]:
     """Send to the rank so far up, receive from the rank so far down; tell whether there is one down."""
     up, down = link.rank + distance, link.rank - distance
-    link.exchange(send if up < link.size else None, up, recv if down >= 0 else None, down)
+    yield link.exchange(send if up < link.size else None, up, recv if down >= 0 else None, down)
     return down >= 0

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from gdcomm.algorithms.link import Link, Vector
 from gdcomm.algorithms.parts import Tree, blocks, edges_of, tree
+from gdcomm.algorithms.steps import Steps
 
 __all__ = ["binomial", "in_place", "linear"]
 
@@ -21,7 +22,7 @@ def binomial(
     counts: Sequence[int],
     displs: Sequence[int] | None = None,
     root: int = 0,
-) -> None:
+) -> Steps:
     """Split over branches of a binomial tree: short blocks.
 
     Costs lg p alpha + (p-1)/p n beta, and scratch of its branch on a rank that is neither leaf nor root; on the root
@@ -35,7 +36,7 @@ def binomial(
     """
     place = tree(link.rank, link.size, root)
     if place.parent is not None and not place.children:
-        link.exchange(None, place.parent, recv, place.parent)
+        yield link.exchange(None, place.parent, recv, place.parent)
         return
     edges = edges_of(counts)
     base, packed = edges[place.first], displs is None or list(displs) == edges[:-1]
@@ -44,24 +45,24 @@ def binomial(
     if link.rank == root and not packed:
         link.copies(list(zip(blocks(work, counts), blocks(send, counts, displs), strict=True)))
     shifted = [edge - base for edge in edges]
-    _split(link, work, shifted, place)
+    yield from _split(link, work, shifted, place)
     if recv is not None:
         link.copy(recv, work[shifted[link.rank] : shifted[link.rank + 1]])
 
 
-def in_place(link: Link, vector: Vector, counts: Sequence[int], root: int = 0) -> None:
+def in_place(link: Link, vector: Vector, counts: Sequence[int], root: int = 0) -> Steps:
     """Scatter into vectors that are as long as the whole on every rank: after, block `rank` is in its place.
 
     Other blocks of ranks that are not the root mean nothing. Costs as `binomial`, without copies or scratch.
     """
-    _split(link, vector, edges_of(counts), tree(link.rank, link.size, root))
+    yield from _split(link, vector, edges_of(counts), tree(link.rank, link.size, root))
 
 
-def _split(link: Link, work: Vector, edges: Sequence[int], place: Tree) -> None:
+def _split(link: Link, work: Vector, edges: Sequence[int], place: Tree) -> Steps:
     if place.parent is not None:
-        link.exchange(None, place.parent, work[edges[place.first] : edges[place.last]], place.parent)
+        yield link.exchange(None, place.parent, work[edges[place.first] : edges[place.last]], place.parent)
     largest_first = reversed(place.children)
-    link.transfer([(work[edges[first] : edges[last]], child) for child, first, last in largest_first], [])
+    yield link.transfer([(work[edges[first] : edges[last]], child) for child, first, last in largest_first], [])
 
 
 def linear(
@@ -71,16 +72,16 @@ def linear(
     counts: Sequence[int] | None,
     displs: Sequence[int] | None = None,
     root: int = 0,
-) -> None:
+) -> Steps:
     """Send each rank its block straight from the root: long blocks, and counts that only the root knows.
 
     Costs (p-1) alpha + (p-1)/p n beta. Arguments as in `binomial`; `counts` is looked at on the root only.
     """
     if link.rank != root:
-        link.exchange(None, root, recv, root)
+        yield link.exchange(None, root, recv, root)
         return
     assert counts is not None
     block = blocks(send, counts, displs)
-    link.transfer([(block[rank], rank) for rank in range(link.size) if rank != root], [])
+    yield link.transfer([(block[rank], rank) for rank in range(link.size) if rank != root], [])
     if recv is not None:
         link.copy(recv, block[root])

@@ -59,7 +59,7 @@ def ran(monkeypatch):
 
                 def spy(*arguments, run=algorithm.run, name=f"{operation} {name}"):
                     names.append(name)
-                    run(*arguments)
+                    return run(*arguments)
 
                 monkeypatch.setitem(algorithms, name, algorithm._replace(run=spy))
     return names
@@ -76,10 +76,10 @@ def by_nodes(request, monkeypatch):
 def force(monkeypatch):
     choose = collectives.choose
 
-    def forced(operation, nbytes, ranks, nodes=1, commutative=True, even=True):
-        if nodes > 1 and operation in NODE_ALGORITHMS:
-            return "hierarchical" if even else "leaders"
-        return choose(operation, nbytes, ranks, nodes, commutative, even)
+    def forced(operation, nbytes, sizes, *arguments):
+        if len(sizes) > 1 and operation in NODE_ALGORITHMS:
+            return "hierarchical" if len(set(sizes)) == 1 else "leaders", 3
+        return choose(operation, nbytes, sizes, *arguments)
 
     monkeypatch.setattr(collectives, "choose", forced)
 

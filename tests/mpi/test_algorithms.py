@@ -10,7 +10,8 @@ from mpi4py import MPI
 
 from gdcomm.algorithms import parts
 from gdcomm.algorithms.choose import ALGORITHMS, NODE_ALGORITHMS
-from gdcomm.algorithms.link import HostLink, Sublink
+from gdcomm.algorithms.link import LANES, HostLink, Sublink
+from gdcomm.algorithms.steps import finish
 
 WORLD = MPI.COMM_WORLD
 RANK, RANKS = WORLD.Get_rank(), WORLD.Get_size()
@@ -39,7 +40,7 @@ def data(count: int, dtype: str = "i8", rank: int = RANK) -> Any:
 @pytest.mark.parametrize("dtype", ["i8", "f4"])
 def test_allreduce(link, run, count, dtype):
     vector, expected = data(count, dtype), data(count, dtype)
-    run(link, vector)
+    finish(run(link, vector))
     WORLD.Allreduce(MPI.IN_PLACE, expected)
     np.testing.assert_allclose(vector, expected, rtol=1e-6)
     assert len(set(WORLD.allgather(vector.tobytes()))) == 1
@@ -50,7 +51,7 @@ def test_allreduce(link, run, count, dtype):
 def test_bcast(link, run, count):
     for root in range(RANKS):
         vector = data(count)
-        run(link, vector, root)
+        finish(run(link, vector, root))
         np.testing.assert_array_equal(vector, data(count, rank=root))
 
 
@@ -59,7 +60,7 @@ def test_bcast(link, run, count):
 def test_reduce(link, run, count):
     for root in range(RANKS):
         vector, expected = data(count), np.empty(count, "i8")
-        run(link, vector, root)
+        finish(run(link, vector, root))
         WORLD.Reduce(data(count), expected, root=root)
         if root == RANK:
             np.testing.assert_array_equal(vector, expected)
@@ -69,7 +70,7 @@ def test_reduce(link, run, count):
 @pytest.mark.parametrize("counts", COUNTS_PER_RANK)
 def test_reduce_scatter(link, run, counts):
     vector, expected = data(sum(counts)), np.empty(counts[RANK], "i8")
-    run(link, vector, counts)
+    finish(run(link, vector, counts))
     WORLD.Reduce_scatter(data(sum(counts)), expected, counts)
     np.testing.assert_array_equal(parts.blocks(vector, counts)[RANK], expected)
 
@@ -80,7 +81,7 @@ def test_allgather(link, run, counts):
     displs = [sum(counts[rank + 1 :]) + rank % 2 for rank in range(RANKS)] if counts[0] == 0 else None
     vector, expected = np.full(sum(counts) + 1, -1), np.full(sum(counts) + 1, -1)
     parts.blocks(vector, counts, displs)[RANK][:] = data(counts[RANK])
-    run(link, vector, counts, displs)
+    finish(run(link, vector, counts, displs))
     WORLD.Allgatherv(data(counts[RANK]), [expected, counts, displs or parts.edges_of(counts)[:-1], MPI.INT64_T])
     np.testing.assert_array_equal(vector, expected)
 
@@ -89,7 +90,7 @@ def test_allgather(link, run, counts):
 @pytest.mark.parametrize("count", [0, 1, 40_000])
 def test_alltoall(link, run, count):
     send, recv, expected = data(count * RANKS), np.full(count * RANKS, -1), np.full(count * RANKS, -1)
-    run(link, send, recv, [count] * RANKS, [count] * RANKS)
+    finish(run(link, send, recv, [count] * RANKS, [count] * RANKS))
     WORLD.Alltoall(send, expected)
     np.testing.assert_array_equal(recv, expected)
 
@@ -99,7 +100,7 @@ def test_alltoallv(link, run):
     outgoing = [10 * ((RANK + rank) % 3) + rank for rank in range(RANKS)]
     incoming = [10 * ((RANK + rank) % 3) + RANK for rank in range(RANKS)]
     send, recv, expected = data(sum(outgoing)), np.full(sum(incoming), -1), np.full(sum(incoming), -1)
-    run(link, send, recv, outgoing, incoming)
+    finish(run(link, send, recv, outgoing, incoming))
     WORLD.Alltoallv([send, outgoing], [expected, incoming])
     np.testing.assert_array_equal(recv, expected)
 
@@ -109,7 +110,7 @@ def test_alltoallv(link, run):
 def test_gather(link, run, counts):
     for root in range(RANKS):
         recv = np.full(sum(counts), -1) if root == RANK else None
-        run(link, data(counts[RANK]), recv, counts, None, root)
+        finish(run(link, data(counts[RANK]), recv, counts, None, root))
         if root == RANK:
             np.testing.assert_array_equal(recv, np.concatenate([data(n, rank=r) for r, n in enumerate(counts)]))
 
@@ -119,7 +120,7 @@ def test_gather(link, run, counts):
 def test_scatter(link, run, counts):
     for root in range(RANKS):
         recv = np.full(counts[RANK], -1)
-        run(link, data(sum(counts)) if root == RANK else None, recv, counts, None, root)
+        finish(run(link, data(sum(counts)) if root == RANK else None, recv, counts, None, root))
         np.testing.assert_array_equal(recv, parts.blocks(data(sum(counts), rank=root), counts)[RANK])
 
 
@@ -127,7 +128,7 @@ def test_scatter(link, run, counts):
 @pytest.mark.parametrize("count", COUNTS)
 def test_scan(link, run, count):
     vector, expected = data(count), np.empty(count, "i8")
-    run(link, vector)
+    finish(run(link, vector))
     WORLD.Scan(data(count), expected)
     np.testing.assert_array_equal(vector, expected)
 
@@ -136,13 +137,14 @@ def test_scan(link, run, count):
 @pytest.mark.parametrize("count", COUNTS)
 def test_exscan(link, run, count):
     vector, expected = data(count), data(count)
-    run(link, vector)
+    finish(run(link, vector))
     WORLD.Exscan(data(count), expected)
     np.testing.assert_array_equal(vector, expected if RANK else data(count))
 
 
+@pytest.mark.parametrize("sections", [1, 3, LANES])
 @pytest.mark.parametrize("sizes", [[RANKS], [1] * RANKS, [RANKS - RANKS // 2, RANKS // 2]], ids=str)
-def test_nodes(link, sizes):
+def test_nodes(link, sizes, sections):
     """Nodes are imagined: all of the ranks, one each, or two halves, which may differ."""
     sizes = [size for size in sizes if size]
     first = parts.edges_of(sizes)
@@ -155,14 +157,17 @@ def test_nodes(link, sizes):
     for counts in COUNTS_PER_RANK:
         total, mine = sum(counts), slice(sum(counts[:RANK]), sum(counts[: RANK + 1]))
         expected = sum(data(total, rank=rank) for rank in range(RANKS))
-        run["allreduce"](inner, outer, summed := data(total))
+        finish(run["allreduce"](inner, outer, summed := data(total), sections))
         np.testing.assert_array_equal(summed, expected)
-        run["reduce_scatter"](inner, outer, scattered := data(total), counts, *more)
+        finish(run["reduce_scatter"](inner, outer, scattered := data(total), counts, *more, sections))
         np.testing.assert_array_equal(scattered[mine], expected[mine])
         gathered = np.full(total, -1)
         gathered[mine] = expected[mine]
-        run["allgather"](inner, outer, gathered, counts, *more)
+        finish(run["allgather"](inner, outer, gathered, counts, *more, sections))
         np.testing.assert_array_equal(gathered, expected)
         for root in range(RANKS):
-            run["bcast"](inner, outer, vector := data(total), root, *more)
+            finish(run["bcast"](inner, outer, vector := data(total), root, *more, sections))
             np.testing.assert_array_equal(vector, data(total, rank=root))
+            finish(run["reduce"](inner, outer, vector := data(total), root, *more, sections))
+            if root == RANK:
+                np.testing.assert_array_equal(vector, expected)

@@ -248,6 +248,23 @@ def collectives(comm, peer):
                 DEVICE.launch(s, lambda a, b: np.add(a, b, b), y, z)
             request.Free()
             check(f"Allreduce_init {size}, three starts", z, 6 * ramp(size, 10.5), s)
+    in_sections(comm)
+
+
+def in_sections(comm):
+    """As on two nodes: messages of several sections are on their way at the same time."""
+    choose, layout = own_collectives.choose, own_collectives._layout
+    own_collectives.choose = lambda *_: ("hierarchical", 3)
+    own_collectives._layout = lambda *each: layout(*each)._replace(sizes=(1, 1), node=comm.rank, first=comm.rank)
+    for size in SIZES[-2:]:
+        s = stream()
+        with s:
+            x, y = queued(ramp(size, comm.rank), s), DEVICE.empty(size)
+            DEVICE.fill(y, -19.0, s)
+            comm.Allreduce(x, y)
+            DEVICE.fill(x, -20.0, s)
+            check(f"Allreduce in sections {size}", y, 2 * ramp(size, 0.5), s)
+    own_collectives.choose, own_collectives._layout = choose, layout
 
 
 def blocks(comm, peer):

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from gdcomm.algorithms import allgather, allreduce, bcast, gather, hierarchical, leaders, parts, scatter
 from gdcomm.algorithms.choose import ALGORITHMS, NODE_ALGORITHMS, Model, choose, costs
 from gdcomm.algorithms.link import Link, Sublink
+from gdcomm.algorithms.steps import Flight, finish
 
 SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 16]
 POISON = 0x7F  # large in every type: a sum or maximum that saw it is wrong
@@ -74,36 +75,29 @@ class ThreadLink(Link):
         self.clock = 0.0
         self.rounds = self.messages = self.reduced = self.scratches = self.scratched = 0
 
-    def transfer(self, sends: Any, recvs: Any) -> None:
+    def transfer(self, sends: Any, recvs: Any) -> Flight:
         sends = [(v, rank) for v, rank in sends if len(v)]
         recvs = [(v, rank) for v, rank in recvs if len(v)]
         for i, (vector, _) in enumerate(recvs):
             others = [v for v, _ in sends] + [v for v, _ in recvs[:i]]
             assert not any(np.may_share_memory(vector, other) for other in others), "received over what is in use"
             vector.view(np.uint8).fill(POISON)
-        self._delay()
+        self.delay()
         self.rounds += bool(sends or recvs)
         alpha, bandwidth = self.world.model.alpha, self.world.model.bandwidth
-        sending, port, receipts = self.clock, self.clock, []
+        sending, receipts = self.clock, []
         for i, (vector, rank) in enumerate(sends):
             sending += (0 if rank in [r for _, r in sends[:i]] else alpha) + vector.nbytes / bandwidth
             receipts.append(SimpleQueue[bool]())
             self.world.mail[self.rank, rank].put((vector, sending, receipts[-1]))
             self.world.bytes[self.rank, rank] += vector.nbytes
             self.messages += 1
-        for i, (vector, rank) in enumerate(recvs):
-            there, arrival, receipt = self._get(self.world.mail[rank, self.rank])
-            assert (len(there), there.dtype) == (len(vector), vector.dtype), "sent and received vectors differ"
-            self._delay()
-            vector[:] = there
-            receipt.put(True)
-            port += (0 if rank in [r for _, r in recvs[:i]] else alpha) + vector.nbytes / bandwidth
-            port = max(port, arrival)
-        for receipt in receipts:
-            self._get(receipt)
-        self.clock = max(sending, port)
+        return Messages(self, recvs, receipts, self.clock, sending)
 
-    def _get(self, queue: Any) -> Any:
+    def apart(self, lane: int) -> Link:
+        return self  # of sections that run at the same time see test_overlap.py
+
+    def get(self, queue: Any) -> Any:
         try:
             item = queue.get(timeout=HANG)
         except Empty:
@@ -112,7 +106,7 @@ class ThreadLink(Link):
             raise OtherRankFailed
         return item
 
-    def _delay(self) -> None:
+    def delay(self) -> None:
         if self.world.seed is not None and self.random.random() < 0.2:
             time.sleep(self.random.random() * 3e-4)
 
@@ -136,6 +130,31 @@ class ThreadLink(Link):
         self.scratches += 1
         self.scratched += count * like.itemsize
         return np.full(count * like.itemsize, POISON, np.uint8).view(like.dtype)
+
+
+class Messages(Flight):
+    def __init__(self, link: ThreadLink, recvs: Any, receipts: Any, start: float, sent: float) -> None:
+        self.link, self.recvs, self.receipts, self.port, self.sent = link, recvs, receipts, start, sent
+        self.over = False
+
+    def test(self) -> bool:
+        return self.over
+
+    def wait(self) -> None:
+        link = self.link
+        for i, (vector, rank) in enumerate(self.recvs):
+            there, arrival, receipt = link.get(link.world.mail[rank, link.rank])
+            assert (len(there), there.dtype) == (len(vector), vector.dtype), "sent and received vectors differ"
+            link.delay()
+            vector[:] = there
+            receipt.put(True)
+            again = rank in [r for _, r in self.recvs[:i]]
+            self.port += (0 if again else link.world.model.alpha) + vector.nbytes / link.world.model.bandwidth
+            self.port = max(self.port, arrival)
+        for receipt in self.receipts:
+            link.get(receipt)
+        link.clock = max(self.sent, self.port)
+        self.over = True
 
 
 # -- operators and data --------------------------------------------------------------------------
@@ -237,7 +256,7 @@ def test_allreduce(operation: str, name: str, ranks: int) -> None:
             def work(link: Link, dtype: Any = dtype) -> list[Any]:
                 vectors = [data(link.rank, count, dtype) for count in lengths(ranks)]
                 for vector in vectors:
-                    run(link, vector)
+                    finish(run(link, vector))
                 return vectors
 
             results += world.run(work)
@@ -256,7 +275,7 @@ def test_with_a_root(operation: str, name: str, ranks: int) -> None:
         def work(link: Link, dtype: Any = dtype) -> list[Any]:
             vectors = [data(link.rank, count, dtype) for count, _ in cases]
             for vector, (_, root) in zip(vectors, cases, strict=True):
-                run(link, vector, root)
+                finish(run(link, vector, root))
             return vectors
 
         results = zip(*World(ranks, op, 1 if ranks in (5, 8) else None).run(work), strict=True)
@@ -275,7 +294,7 @@ def test_scans(operation: str, name: str, ranks: int) -> None:
         def work(link: Link, dtype: Any = dtype) -> list[Any]:
             vectors = [data(link.rank, count, dtype) for count in (0, 1, 7)]
             for vector in vectors:
-                ALGORITHMS[operation][name].run(link, vector)
+                finish(ALGORITHMS[operation][name].run(link, vector))
             return vectors
 
         for vectors, count in zip(zip(*World(ranks, op, 1).run(work), strict=True), (0, 1, 7), strict=True):
@@ -289,7 +308,7 @@ def test_a_chain_with_any_segment() -> None:
     def work(link: Link) -> list[Any]:
         vectors = [data(link.rank, 10, np.dtype("i8")) for _ in range(12)]
         for segment, vector in enumerate(vectors, 1):
-            bcast.chain(link, vector, segment % link.size, segment)
+            finish(bcast.chain(link, vector, segment % link.size, segment))
         return vectors
 
     for ranks in (1, 2, 5):
@@ -311,7 +330,7 @@ def test_reduce_scatter(name: str, counts: list[int], seed: int) -> None:
 
     def work(link: Link) -> Any:
         vector = inputs[link.rank].copy()
-        algorithm.run(link, vector, counts)
+        finish(algorithm.run(link, vector, counts))
         return parts.blocks(vector, counts)[link.rank]
 
     runs = [World(ranks, op, delays).run(work) for delays in (None, seed)]
@@ -333,7 +352,7 @@ def test_allgather(name: str, counts: list[int], gaps: int | None, seed: int) ->
         displs, total = layout(counts, gaps, seed + link.rank)  # not the same on all ranks
         vector = np.full(total, -1)
         parts.blocks(vector, counts, displs)[link.rank][:] = inputs[link.rank]
-        algorithm.run(link, vector, counts, displs)
+        finish(algorithm.run(link, vector, counts, displs))
         expected = np.full(total, -1)
         for block, values in zip(parts.blocks(expected, counts, displs), inputs, strict=True):
             block[:] = values
@@ -347,7 +366,7 @@ def test_allgather_of_equal_blocks_in_another_order(name: str) -> None:
     def work(link: Link) -> list[int]:
         displs, vector = [6, 2, 0, 4], np.full(8, -1)
         vector[displs[link.rank] :][:2] = link.rank
-        ALGORITHMS["allgather"][name].run(link, vector, [2] * 4, displs)
+        finish(ALGORITHMS["allgather"][name].run(link, vector, [2] * 4, displs))
         return vector.tolist()
 
     assert World(4).run(work) == [[2, 2, 1, 1, 3, 3, 0, 0]] * 4
@@ -381,7 +400,7 @@ def test_alltoall(name: str, ranks: int, gaps: int | None, count: int, seed: int
         (from_, sent), (to, received) = layout(mine, gaps, seed + link.rank), layout(theirs, gaps, seed - link.rank)
         send, recv, expected = data(link.rank, sent, np.dtype("i8")), np.full(received, -1), np.full(received, -1)
         before = send.copy()
-        ALGORITHMS[operation][name].run(link, send, recv, mine, theirs, from_, to)
+        finish(ALGORITHMS[operation][name].run(link, send, recv, mine, theirs, from_, to))
         for rank, block in enumerate(parts.blocks(expected, theirs, to)):
             displs, total = layout(counts[rank].tolist(), gaps, seed + rank)
             block[:] = parts.blocks(data(rank, total, send.dtype), counts[rank].tolist(), displs)[link.rank]
@@ -414,7 +433,7 @@ def test_gather_and_scatter(name: str, counts: list[int], gaps: int | None, in_p
             if in_place:
                 parts.blocks(whole, counts, displs)[root][:] = mine
         send, recv = (block, whole) if operation == "gather" else (whole, block)
-        run(link, send, recv, known, displs if at_root else None, root)
+        finish(run(link, send, recv, known, displs if at_root else None, root))
         if at_root:
             assert_equal(whole, full)
         if block is not None:
@@ -436,13 +455,13 @@ def call(operation: str, name: str, ranks: int, count: int = COUNT) -> World:
     def work(link: Link) -> None:
         vector = np.ones(count)
         if operation.startswith("alltoall"):
-            run(link, vector, np.empty(count), counts, counts)
+            finish(run(link, vector, np.empty(count), counts, counts))
         elif operation.startswith("gather"):
-            run(link, vector[: counts[link.rank]], np.empty(count) if link.rank == 0 else None, counts)
+            finish(run(link, vector[: counts[link.rank]], np.empty(count) if link.rank == 0 else None, counts))
         elif operation.startswith("scatter"):
-            run(link, vector if link.rank == 0 else None, np.empty(counts[link.rank]), counts)
+            finish(run(link, vector if link.rank == 0 else None, np.empty(counts[link.rank]), counts))
         else:
-            run(link, vector, *([counts] if operation in ("allgather", "reduce_scatter") else []))
+            finish(run(link, vector, *([counts] if operation in ("allgather", "reduce_scatter") else [])))
 
     world.run(work)
     return world
@@ -548,7 +567,7 @@ def node_call(operation: str, link: Link, sizes: list[int], vector: Any, *argume
     even = len(set(sizes)) == 1
     run = NODE_ALGORITHMS[operation]["hierarchical" if even else "leaders"].run
     more = [] if even or operation == "allreduce" else [sizes, int(nodes_of(sizes)[link.rank])]
-    run(inner, outer, vector, *arguments, *more)
+    finish(run(inner, outer, vector, *arguments, *more))
 
 
 def crossing(world: World, sizes: list[int]) -> np.ndarray:
@@ -623,7 +642,7 @@ def test_time_over_nodes_is_what_the_model_predicts(operation: str, sizes: list[
     arguments = {"allreduce": [], "bcast": [0], "reduce": [0]}.get(operation, [parts.balanced(COUNT, ranks)])
     world = World(ranks, model=model)
     world.run(lambda link: node_call(operation, link, sizes, np.ones(COUNT), *arguments))
-    predicted = NODE_ALGORITHMS[operation]["hierarchical"].seconds(model, N, sizes[0], nodes)
+    predicted = NODE_ALGORITHMS[operation]["hierarchical"].seconds(model, N, sizes[0], nodes, 1)
     assert world.seconds <= 1.05 * predicted + 4 * N / model.gamma
 
 
@@ -674,8 +693,8 @@ def test_a_hang_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "HANG", 0.05)
 
     def one_after_another(link: Link) -> None:
-        link.exchange(np.ones(1), 1 - link.rank, None, 0)
-        link.exchange(None, 0, np.ones(1), 1 - link.rank)
+        link.exchange(np.ones(1), 1 - link.rank, None, 0).wait()
+        link.exchange(None, 0, np.ones(1), 1 - link.rank).wait()
 
     with pytest.raises((TimeoutError, OtherRankFailed)):
         World(2).run(one_after_another)
@@ -683,7 +702,7 @@ def test_a_hang_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_doubling_wants_a_power_of_two() -> None:
     with pytest.raises(AssertionError, match="power of two"):
-        World(3).run(lambda link: allgather.doubling(link, np.ones(3), [1, 1, 1]))
+        World(3).run(lambda link: finish(allgather.doubling(link, np.ones(3), [1, 1, 1])))
 
 
 def test_in_place_gather_and_scatter_of_whole_vectors() -> None:
@@ -692,9 +711,9 @@ def test_in_place_gather_and_scatter_of_whole_vectors() -> None:
     def work(link: Link) -> None:
         for root in range(5):
             vector = np.arange(7) if link.rank == root else np.full(7, -1)
-            scatter.in_place(link, vector, counts, root)
+            finish(scatter.in_place(link, vector, counts, root))
             assert_equal(parts.blocks(vector, counts)[link.rank], parts.blocks(np.arange(7), counts)[link.rank])
-            gather.in_place(link, vector, counts, root)
+            finish(gather.in_place(link, vector, counts, root))
             assert_equal(vector, np.arange(7)) if link.rank == root else None
 
     World(5, seed=2).run(work)
@@ -704,8 +723,8 @@ def test_other_ways_across_nodes() -> None:
     def work(link: Link) -> Any:
         inner, outer = links_of(link, [2, 2, 2])
         vector = np.full(5, link.rank)
-        hierarchical.allreduce(inner, outer, vector, allreduce.doubling)
-        hierarchical.bcast(inner, outer, other := np.full(5, link.rank), 3, bcast.binomial)
+        finish(hierarchical.allreduce(inner, outer, vector, across=allreduce.doubling))
+        finish(hierarchical.bcast(inner, outer, other := np.full(5, link.rank), 3, across=bcast.binomial))
         return vector.tolist(), other.tolist()
 
     assert World(6).run(work) == [([15] * 5, [3] * 5)] * 6
@@ -713,36 +732,64 @@ def test_other_ways_across_nodes() -> None:
 
 def test_there_is_no_such_root() -> None:
     with pytest.raises(ValueError, match="no such rank"):
-        World(1).run(lambda link: leaders.bcast(link, link, np.ones(1), 1, [1], 0))
+        World(1).run(lambda link: finish(leaders.bcast(link, link, np.ones(1), 1, [1], 0)))
+
+
+def chosen(operation: str, nbytes: int, *sizes: int, **more: Any) -> str:
+    return choose(operation, nbytes, sizes, **more)[0]
 
 
 def test_the_choice() -> None:
-    assert choose("allreduce", 8, 8) == choose("allreduce", 8, 6) == "doubling"
-    assert choose("allreduce", 1 << 30, 8) == "rabenseifner"
-    assert choose("allreduce", 1 << 30, 6) == "circulant", "no fold"
-    assert choose("allreduce", 1 << 30, 6, commutative=False) == "doubling", "keeps rank order"
-    assert choose("reduce_scatter", 1 << 10, 8, commutative=False) == "tree"
-    assert choose("reduce_scatter", 1 << 30, 8, commutative=False) == "pairwise"
-    assert choose("allgather", 1 << 20, 8) == "doubling"
-    assert choose("allgather", 1 << 20, 6) == "bruck"
-    assert choose("bcast", 8, 8) == "binomial"
-    assert choose("bcast", 1 << 30, 8) == "chain"
-    assert choose("alltoall", 8, 8) == "bruck"
-    assert choose("alltoall", 1 << 30, 8) == "pairwise"
-    assert choose("alltoallv", 8, 8) == "pairwise"
-    assert choose("allreduce", 1 << 28, 32, nodes=4) == "hierarchical"
-    assert choose("allreduce", 8, 32, nodes=4) == "doubling"
-    assert choose("allreduce", 1 << 28, 32, nodes=4, commutative=False) == "doubling"
-    assert "leaders" in costs("bcast", 1 << 28, 31, nodes=4, even=False)
+    assert chosen("allreduce", 8, 8) == chosen("allreduce", 8, 6) == "doubling"
+    assert chosen("allreduce", 1 << 30, 8) == "rabenseifner"
+    assert chosen("allreduce", 1 << 30, 6) == "circulant", "no fold"
+    assert chosen("allreduce", 1 << 30, 6, commutative=False) == "doubling", "keeps rank order"
+    assert chosen("reduce_scatter", 1 << 10, 8, commutative=False) == "tree"
+    assert chosen("reduce_scatter", 1 << 30, 8, commutative=False) == "pairwise"
+    assert chosen("allgather", 1 << 20, 8) == "doubling"
+    assert chosen("allgather", 1 << 20, 6) == "bruck"
+    assert chosen("bcast", 8, 8) == "binomial"
+    assert chosen("bcast", 1 << 30, 8) == "chain"
+    assert chosen("alltoall", 8, 8) == "bruck"
+    assert chosen("alltoall", 1 << 30, 8) == "pairwise"
+    assert chosen("alltoallv", 8, 8) == "pairwise"
+    assert chosen("allreduce", 1 << 28, 8, 8, 8, 8) == "hierarchical"
+    assert chosen("allreduce", 8, 8, 8, 8, 8) == "doubling"
+    assert chosen("allreduce", 1 << 28, 8, 8, 8, 8, commutative=False) == "doubling"
+    assert "leaders" in costs("bcast", 1 << 28, (8, 8, 8, 7))
     for operation, algorithms in ALGORITHMS.items():
-        assert choose(operation, 1 << 20, 1) in algorithms
+        assert chosen(operation, 1 << 20, 1) in algorithms
+
+
+@pytest.mark.parametrize("operation", NODE_ALGORITHMS)
+def test_leaders_where_ranks_of_uneven_nodes_share_a_port(operation: str) -> None:
+    slow = Model(bandwidth_across=1.25e9, ports=1)  # 10 Gbit/s
+    for sizes in [(2, 1), (4, 3), (8, 8, 7), (1, 8)]:
+        assert chosen(operation, 1 << 26, *sizes, ordered=False, model=slow) == "leaders"
+        assert chosen(operation, 8, *sizes, model=slow) != "leaders", "more messages, one after another"
+        fast = slow._replace(ports=8, bandwidth_across=40e9)
+        assert chosen(operation, 1 << 26, *sizes, model=fast) != "leaders", "one port carries all, others nothing"
+    assert chosen("allreduce", 1 << 26, 4, 3, model=slow) == "leaders", "the ring has more bytes to send across"
+    fast = slow._replace(bandwidth_across=24e9)
+    assert chosen("bcast", 1 << 26, 4, 3, model=fast) == "chain", "one rank of a node sends across"
+
+
+def test_sections() -> None:
+    """Few for little data, more where phases inside and across take equally long, none where there is one phase."""
+    assert choose("allreduce", 1 << 28, (8,)) == ("rabenseifner", 1)
+    for operation in NODE_ALGORITHMS:
+        found = [NODE_ALGORITHMS[operation]["hierarchical"].best(Model(), 1 << k, 4, 2)[1] for k in range(10, 31)]
+        assert found == sorted(found)
+        assert found[0] == 1
+        assert found[-1] > 4
+        assert NODE_ALGORITHMS[operation]["hierarchical"].best(Model(), 1 << 28, 1, 2)[1] == 1, "nothing inside"
 
 
 def test_predicted_times() -> None:
     model = Model(alpha=3.5e-6, bandwidth=48e9, gamma=float("inf"))
-    found = costs("allreduce", 1 << 20, 64, model=model)
+    found = {name: seconds for name, (seconds, _) in costs("allreduce", 1 << 20, (64,), model=model).items()}
     assert found["rabenseifner"] == pytest.approx(85e-6, rel=0.01)
     assert found["doubling"] == pytest.approx(152e-6, rel=0.01)
     assert found["ring"] == pytest.approx(484e-6, rel=0.01)
     assert found["circulant"] == found["rabenseifner"]
-    assert set(costs("allgather", 8, 6)) == {"bruck", "ring"}
+    assert set(costs("allgather", 8, (6,))) == {"bruck", "ring"}

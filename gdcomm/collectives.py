@@ -13,6 +13,7 @@ algorithm at all: not where no rank has loaded a library of device arrays, nor w
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import zlib
 from collections.abc import Callable, Sequence
@@ -311,12 +312,18 @@ def _agreed(comm: Any, call: Call | None, way: _Way | None) -> int:
     mine[:] = 0  # whether this rank takes part; a digest of what, twice; bytes
     if call is not None and way is not None:
         size = 0 if call.operation.name in UNSIZED else way.nbytes
-        what = call.operation.name, str(call.dtype), call.op, call.root, size, way.counts
-        digest = zlib.crc32(repr(what).encode())
+        counts = None if way.counts is None else tuple(way.counts)
+        digest = _digest(call.operation.name, call.dtype, call.op, call.root, size, counts)
         mine[:] = 1, digest, -digest, -way.nbytes
     MPI.Intracomm.Allreduce(comm, mine, answer, MPI.MIN)
     all_take_part, least, most, nbytes = answer.tolist()
     return -nbytes if all_take_part and least == -most else 0
+
+
+@functools.lru_cache(4096)
+def _digest(*what: Any) -> int:
+    """A number that is the same on ranks that mean the same."""
+    return zlib.crc32(repr([str(part) for part in what]).encode())
 
 
 def _vectors(call: Call) -> _Way | None:

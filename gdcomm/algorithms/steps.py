@@ -66,8 +66,8 @@ def pipeline(sections: Sequence[Sequence[Iterator[Flight]]], width: int = 2) -> 
     Which of them is resumed first depends on when messages arrive, and differs between ranks. So messages of a section
     must not be taken for those of another: every section needs links with messages of their own (`Link.apart`).
     Then each is a sequential program on all ranks, as if it were alone. Nor can they wait for each other in a circle:
-    a section enters a phase when it has left the one before, and an earlier section has left this one. On every rank
-    that is the same order of the same pairs, and messages under way need no other's end.
+    a section enters a phase when it has left the one before, and an earlier section has left this one. That order of
+    sections and phases is the same on all ranks, and a message that both sides have begun needs nothing else to arrive.
 
     Args:
         sections: of each, its phases, as many in all of them; a rank that has no part in one brings one without steps.

@@ -21,7 +21,7 @@ from gdcomm.algorithms.choose import NODE_ALGORITHMS, Model
 from gdcomm.algorithms.link import LANES, Link, Sublink
 from gdcomm.algorithms.steps import Flight, Steps, pipeline
 
-CHECK = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+CHECK = settings(max_examples=30, deadline=None, derandomize=True, database=None)
 POISON = 0x7F
 
 

@@ -138,3 +138,11 @@ def test_a_freed_communicator_is_told_as_such(kind, comm, name):
         for form in every_form(name):
             with pytest.raises(MPI.Exception, match=f"{form}: the communicator is null"):
                 getattr(freed, form)(*given)
+
+
+def test_structured_elements_with_counts_and_no_datatype(comm):
+    kind, size = np.dtype([("a", "i4"), ("b", "f8")]), comm.Get_size()
+    x, y = np.zeros(2, kind), np.zeros(2 * size, kind)
+    x["a"] = comm.Get_rank()
+    comm.Allgatherv(x, [y, [2] * size, [2 * i for i in range(size)], None])
+    assert y["a"].tolist() == [rank for rank in range(size) for _ in range(2)]

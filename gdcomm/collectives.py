@@ -41,7 +41,7 @@ from gdcomm.vectors import UNSIZED, Call, known, message
 
 __all__ = ["NEVER", "Limits", "asks", "chosen", "collective", "limits"]
 
-SMALLEST = 2 << 20  # bytes of the message from which on algorithms are used; smaller ones are faster by MPI
+SMALLEST = 1 << 20  # bytes of the message from which on algorithms are used; smaller ones are faster by MPI
 
 
 class Limits(NamedTuple):

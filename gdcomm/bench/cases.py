@@ -194,16 +194,17 @@ class Case:
     factor: float
 
 
+_PERIOD = 11
+
+
 def _values(rank: int, count: int, dtype: Any) -> np.ndarray:
-    """Values that differ by place and rank and stay small, so that sums are exact."""
-    return ((np.arange(count) * 3 + rank * 5) % 11 + 1).astype(dtype)
+    """Values that differ by place and rank and stay small, so that sums are exact; they repeat after `_PERIOD`."""
+    return np.resize(((np.arange(_PERIOD) * 3 + rank * 5) % _PERIOD + 1).astype(dtype), count)
 
 
 def _reduced(size: int, count: int, dtype: Any, upto: int | None = None) -> np.ndarray:
-    total = np.zeros(count, np.float64)
-    for rank in range(size if upto is None else upto + 1):
-        total += _values(rank, count, np.float64)
-    return total.astype(dtype)
+    total = sum(_values(rank, _PERIOD, np.float64) for rank in range(size if upto is None else upto + 1))
+    return np.resize(np.asarray(total).astype(dtype), count)
 
 
 def _simple(name: str, rooted: bool = False) -> Callable[..., Case]:

@@ -223,21 +223,20 @@ class Outgoing(Pump):
         self.spec = [self._envelope.array, ENVELOPE, MPI.BYTE]
 
     def begin(self) -> None:
-        """Queue the copies of the envelope and of the first chunks."""
+        """Queue the copy of the envelope."""
         envelope, first = self._envelope.array, self._header.first
         device, stream = self._buffer.device, self._buffer.stream
         self._shadow.write(envelope, self._header)
         if first:
             device.to_host(envelope[:first], self._buffer)
         self._last = self._sealed = device.record(stream)
-        self._side = device.borrow_stream()
-        device.wait_event(self._side, self._sealed)
-        self._buffer = self._buffer._replace(stream=self._side)
-        self._copy()
 
     def ready(self) -> None:
-        """Block until the envelope is filled; the chunks may still be under way."""
+        """Block until the envelope is filled, and with it the array; queue the copies of the first chunks."""
         self._sealed.synchronize()
+        self._side = self._buffer.device.borrow_stream()
+        self._buffer = self._buffer._replace(stream=self._side)
+        self._copy()
 
     def end(self, nbytes: int | None) -> Event | None:
         """The envelope is sent: the rest is this pump's."""

@@ -78,6 +78,10 @@ EXCUSED: dict[tuple[str, str, str, str], str] = {
     ("requests.py", "Prequest.Free", "drive", "self._drive()"): "Wait after it drives too",
     ("envelopes.py", "Outgoing._wait", "either", "if self._copying:"): "query, called in turns with it, tests again",
     ("envelopes.py", "Outgoing._wait", "synchronize", "self._copying[0].synchronize()"): "query tests the event again",
+    ("lanes.py", "OutMessages.close", "release", "lease.release(event)"): (
+        "copies are under way only if MPI fails between an envelope's copy and its send; they are on a stream that the "
+        "next large send borrows, and its copies come behind them"
+    ),
     ("lanes.py", "OutMessages.wait", "mpi", "self._requests[self._done % len(self._leases)].Wait()"): (
         "done, called in turns with it, tests the message again"
     ),

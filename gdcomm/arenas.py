@@ -111,9 +111,12 @@ class _Own(Arena):
         os.posix_fallocate(fd, 0, _NBYTES)  # an error now instead of a signal at the first touch
         self._free_boxes = list(range(BOXES))
         self.free_slots = list(range(SLOTS))
+        self.lost = 0  # slots of messages that were broken off: a GPU may still be at them
 
     def open(self) -> Box | None:
-        """A box for a message; None if all are in use."""
+        """A box for a message; None if all are in use, or no slots are left."""
+        if self.lost == SLOTS:
+            return None
         try:
             return Box(self, self._free_boxes.pop())
         except IndexError:
@@ -150,6 +153,10 @@ class Box:
         try:
             slot = self._arena.free_slots.pop()
         except IndexError:
+            if self._arena.lost == SLOTS:
+                raise DeviceError(
+                    "all slots of this process are lost to messages that were broken off; start it again"
+                ) from None
             return None
         self._held.append(slot)
         return self._arena.slots[slot]
@@ -179,6 +186,8 @@ class Box:
         """
         if through and not self._held:
             self._arena.give_back(self.number)
+        else:
+            self._arena.lost += len(self._held)
 
 
 class Peer:

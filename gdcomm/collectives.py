@@ -103,6 +103,11 @@ def _by_algorithm(
     try:
         way.work(job)
         call.finish()
+    except BufferSpecError:  # raised on all ranks before anything was sent
+        raise
+    except BaseException:
+        channel.notes.pop("express", None)  # messages may be half through its boxes
+        raise
     finally:
         job.link.close()
     return True
@@ -402,7 +407,13 @@ def _alltoall(call: Call) -> _Way | None:
     if send is None or recv is None or send.counts[call.rank] != recv.counts[call.rank]:
         return None
     arguments = send.vector, recv.vector, send.counts, recv.counts, send.displs, recv.displs
-    return _Way(max(send.nbytes, recv.nbytes), lambda job: job.run(*arguments))
+
+    def work(job: _Job) -> None:
+        if call.operation.name in UNSIZED:
+            _compare(job.comm, call, send.counts, recv.counts)
+        job.run(*arguments)
+
+    return _Way(max(send.nbytes, recv.nbytes), work)
 
 
 def _rooted(call: Call) -> _Way | None:
@@ -415,8 +426,38 @@ def _rooted(call: Call) -> _Way | None:
         return None
     counts, displs = (whole.counts, whole.displs) if whole else (known.counts * call.ranks, None)
     ends = [None if found is None else found.vector for found in (send, recv)]
-    nbytes = known.nbytes if whole or call.operation.name in UNSIZED else known.nbytes * call.ranks
-    return _Way(nbytes, lambda job: job.run(*ends, counts, displs, call.root))
+    unsized = call.operation.name in UNSIZED
+    nbytes = known.nbytes if whole or unsized else known.nbytes * call.ranks
+
+    def work(job: _Job) -> None:
+        if unsized:
+            with_root = [counts[call.rank] if rank == call.root else 0 for rank in range(call.ranks)]
+            with_all = counts if whole else [0] * call.ranks
+            _compare(job.comm, call, *((with_root, with_all) if gathers else (with_all, with_root)))
+        job.run(*ends, counts, displs, call.root)
+
+    return _Way(nbytes, work)
+
+
+def _compare(comm: MPI.Intracomm, call: Call, sent: Sequence[int], expected: Sequence[int]) -> None:
+    """Raise, on all ranks, unless every rank sends to every other one what that one expects.
+
+    Args:
+        comm: the communicator.
+        call: of which a rank knows its own counts only.
+        sent, expected: elements that this rank sends to each rank, and expects from each.
+    """
+    coming = np.empty(call.ranks, np.int64)
+    MPI.Intracomm.Alltoall(comm, np.array(sent, np.int64), coming)
+    wrong = [(rank, *pair) for rank, *pair in zip(range(call.ranks), coming.tolist(), expected, strict=True)
+             if pair[0] != pair[1]]  # fmt: skip
+    if not _over_all(comm, len(wrong), MPI.MAX):
+        return
+    which = "counts of other ranks do not match"
+    if wrong:
+        source, comes, wanted = wrong[0]
+        which = f"rank {source} sends {comes} elements to rank {call.rank}, which expects {wanted}"
+    raise BufferSpecError(f"{call.operation.name}: {which}; give both the same count")
 
 
 _WAYS: dict[str, Callable[[Call], _Way | None]] = {

@@ -215,7 +215,7 @@ def _add_side(plan: Plan, comm: Any, paths: Paths, position: int, in_place: bool
     operation = plan.operation
     spec = plan.arguments[position]
     array, rest = split_spec(spec)
-    writes = position != operation.send
+    writes = operation.writes(comm, position, plan.arguments)
     channel = comm._channel
     expects = channel is not None and writes and operation.group in ("p2p", "copy")
     buffer = None if type(array) in _HOST_TYPES else devices.find(array, stream)

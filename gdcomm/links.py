@@ -109,6 +109,8 @@ class _Messages(Flight):
             self._side.device.return_stream(self._side.stream)
             self._side = None
 
+    __del__ = _close  # after an error, too
+
     def watched(self) -> AbstractContextManager[None]:
         return progress.driven()
 
@@ -150,6 +152,7 @@ class DeviceLink(Link):
         pumps: list[Pump] = []
         requests: list[MPI.Request] = []
         side = _beside(sends, recvs)
+        flight = _Messages(pumps, requests, side)
         for name, messages, stream in (("Irecv", recvs, None), ("Isend", sends, side and side.stream)):
             for rank, buffers in self._by_rank(messages, stream).items():
                 pump = self._pump(name, rank, buffers)
@@ -157,7 +160,7 @@ class DeviceLink(Link):
                     pumps.append(pump)
                 else:
                     requests += [self._start(name, buffer, rank) for buffer in buffers]
-        return _Messages(pumps, requests, side)
+        return flight
 
     def apart(self, lane: int) -> DeviceLink:
         if not lane:

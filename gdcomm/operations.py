@@ -64,6 +64,12 @@ class Operation:
             return bool(arguments[self.root] == comm.Get_rank())
         return position != self.recv or in_place
 
+    def writes(self, comm: MPI.Comm, position: int, arguments: Sequence[Any]) -> bool:
+        """Whether the buffer at `position` receives data on this rank."""
+        if self.both >= 0 and self.root >= 0:  # Bcast: not the root's
+            return bool(arguments[self.root] != (MPI.ROOT if comm.Is_inter() else comm.Get_rank()))
+        return position != self.send
+
     def complete(self, arguments: Sequence[Any]) -> list[Any]:
         """Arguments with those that are left out by default: no buffers, MPI.SUM, root 0."""
         defaults = {self.op: MPI.SUM, self.root: 0}

@@ -182,6 +182,7 @@ class _Progress:
 
     def _forget(self) -> None:
         """In a forked child: the requests are the parent's."""
+        self._wake = threading.Condition()  # the other may be held by a thread that does not exist here
         self._pending, self._thread, self._stop = [], None, True
 
     def poll(self) -> None:

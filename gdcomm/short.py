@@ -51,7 +51,7 @@ def short(comm: Any, paths: Paths, operation: Operation, arguments: tuple[Any, .
         if buffer is None or buffer.strides is not None or buffer.nbytes > LIMIT:
             return False
         datatype = datatype_of(buffer.dtype)
-        if datatype is None or (buffer.readonly and position != operation.send):
+        if datatype is None or (buffer.readonly and operation.writes(comm, position, arguments)):
             return False
         if operation.op >= 0 and buffer.dtype.num > 16:  # not one of MPI's numbers
             return False
@@ -100,7 +100,7 @@ def _staged(
         for position, buffer, datatype in found:
             pool = pool_of(buffer.device)
             block = pool.slots().take() if buffer.nbytes <= Slots.SIZE else pool.lease(buffer.nbytes)
-            taken.append((buffer, block, position != operation.send))
+            taken.append((buffer, block, operation.writes(comm, position, call)))
             call[position] = [_fromaddress(block.address, buffer.nbytes), datatype]
             if buffer.nbytes and operation.reads(comm, position, call, in_place):
                 buffer.device.copy(block.address, buffer.ptr, buffer.nbytes, buffer.stream)

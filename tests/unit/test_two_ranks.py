@@ -127,3 +127,34 @@ if rank == 0:
     assert shared == str(slots)
     # Nine chunks each way: each is produced, found, consumed and given back.
     assert int(syncs) >= 4 * 9 if barrier else int(syncs) == 0
+
+
+def test_messages_go_on_after_collectives_were_broken_off():
+    """Each breaks off with slots in use: those are lost, and nobody waits for them."""
+    program = """
+from gdcomm import links
+patience = links.Patience
+class Impatience(patience):
+    def pause(self):
+        raise KeyboardInterrupt
+for _ in range(3):
+    broken = comm.Dup()
+    links.Patience = Impatience
+    try:
+        broken.Allreduce(x, y)
+        print("not broken off")
+    except KeyboardInterrupt:
+        pass
+    links.Patience = patience
+    world.Barrier()
+other = comm.Dup()
+for _ in range(2):
+    sent = other.Isend(x, 1 - rank)
+    other.Recv(y, 1 - rank)
+    sent.Wait()
+    other.Allreduce(x, y)
+    if not np.array_equal(device.asnumpy(y), 2 * device.asnumpy(x)):
+        print("wrong")
+"""
+    done, _ = run(program, "slots", CHUNKS)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

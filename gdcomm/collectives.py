@@ -263,9 +263,11 @@ def _job(comm: Any, channel: Channel, call: Call, nbytes: int) -> _Job:
     tag = channel.notes.get("tag")
     if tag is None:
         tag = channel.notes["tag"] = _agree_tag(comm, channel)
-    express = channel.notes.get("express")
-    if express is None and call.device is not None and comm._paths.transport(OPERATIONS["Isend"]) == "staged":
-        express = channel.notes["express"] = Express(comm, channel, call.device)
+    express = None
+    if comm._paths.transport(OPERATIONS["Isend"]) == "staged" and call.device is not None:
+        express = channel.notes.get("express")  # other wrappers of the communicator may have made it
+        if express is None:
+            express = channel.notes["express"] = Express(comm, channel, call.device)
     link = DeviceLink(channel, comm._paths, tag, range(call.ranks), call.rank, call.op, express)
     return _Job(_NAMES[call.operation.name], nbytes, link, _layout(comm, channel), comm)
 

@@ -87,3 +87,16 @@ def test_counts_that_do_not_match_are_an_error_on_all_ranks(monkeypatch, name, e
     call(right)
     received = 1 if name == "Scatterv" else size if name == "Alltoallv" or at_root else 0
     assert DEVICE.asnumpy(y).sum() == received * count
+
+
+@pytest.mark.skipif(WORLD.size == 1, reason="between ranks: mpirun -n 2 (to 4)")
+def test_a_direct_communicator_does_not_stage_because_a_staged_one_has_the_same_handle(monkeypatch):
+    monkeypatch.setattr(collectives, "SMALLEST", 1)
+    monkeypatch.setenv("GDCOMM_MPI_DEVICE_OPS", "p2p")
+    staged, direct = (gdcomm.Communicator(WORLD, path=path) for path in ("staged", "direct"))
+    x, y = DEVICE.array(np.arange(1000.0)), DEVICE.zeros(1000)
+    staged.Allreduce(x, y)
+    before = DEVICE.stats["to_host"]
+    direct.Allreduce(x, y)
+    assert DEVICE.stats["to_host"] == before
+    assert np.array_equal(DEVICE.asnumpy(y), np.arange(1000.0) * WORLD.size)

@@ -211,10 +211,14 @@ def test_a_thread_that_has_not_called_cuda_knows_device_memory():
 def test_memory_that_cannot_be_page_locked_is_staged_all_the_same(monkeypatch):
     from cupy.cuda import runtime
 
+    from gdcomm import devices
+    from gdcomm.memory.pinned import pool_of
+
     def refuse(*_):
         raise runtime.CUDARuntimeError(2)  # cudaErrorMemoryAllocation
 
-    n = 3_000_017  # a size class that no other test has put into the pool
+    n = 200_003  # goes by MPI's collective, through a mirror
+    pool_of(devices.cuda_device()).trim()  # no other test's block fits
     comm = gdcomm.Communicator(path="staged")
     x, y = cupy.arange(n, dtype="f4"), cupy.empty(n, "f4")
     monkeypatch.setattr(runtime, "hostAlloc", refuse)

@@ -81,7 +81,7 @@ def test_thousands_of_families_come_and_go(lane):
         handle = number.py2f() if "Open MPI" in MPI.Get_library_version() else 0  # the lowest that is free
         number.Free()
         shared = [name for name in os.listdir("/dev/shm") if str(os.getpid()) in name]
-        return handle, of_process().used, len(os.listdir("/proc/self/fd")), len(shared), len(channels._unused)
+        return of_process().used, (handle, len(os.listdir("/proc/self/fd")), len(shared), len(channels._unused))
 
     for turn in range(count):
         comm = family()
@@ -92,8 +92,10 @@ def test_thousands_of_families_come_and_go(lane):
         comm.Free()
         child.Free()
         if turn == 10:
-            before = held()
-    assert held() == before
+            locked_before, before = held()
+    locked, now = held()
+    assert now == before
+    assert locked - locked_before <= 1 << 20  # how many chunks are under way at once depends on the time
 
 
 def test_a_family_ends_with_its_last_member(hidden):

@@ -22,16 +22,11 @@ def doubling(link: Link, vector: Vector) -> Steps:
     scratch of the vector; for others, the fold comes to it: 2 alpha + 2 n beta + n gamma. In a pair both compute
     `lower op higher`, of the same two vectors. See Thakur, Rabenseifner and Gropp 2005.
     """
-    scratch = link.scratch(len(vector), vector)
-    left = yield from fold(link, vector, scratch)
+    left = yield from fold(link, vector)
     distance = 1
     while left is not None and distance < left.size:
         partner = left.rank ^ distance
-        yield left.exchange(vector, partner, scratch, partner)
-        if partner < left.rank:
-            left.reduce(vector, lower=scratch)
-        else:
-            left.reduce(vector, higher=scratch)
+        yield from left.transfer_reduce([(vector, partner)], [(vector, partner)], lower=partner < left.rank)
         distance *= 2
     yield from unfold(link, vector)
 
@@ -43,11 +38,9 @@ def rabenseifner(link: Link, vector: Vector) -> Steps:
     others, the fold comes to it: 2 alpha + 2 n beta + n gamma, and scratch of the vector. See Rabenseifner 2004.
     """
     counts = balanced(len(vector), power_below(link.size))
-    folds = link.size > len(counts)
-    scratch = link.scratch(len(vector) if folds else sum(counts[: len(counts) // 2]), vector)
-    left = yield from fold(link, vector, scratch)
+    left = yield from fold(link, vector)
     if left is not None:
-        yield from reduce_scatter.halve(left, vector, edges_of(counts), scratch)
+        yield from reduce_scatter.halve(left, vector, edges_of(counts))
         yield from allgather.doubling(left, vector, counts)
     yield from unfold(link, vector)
 

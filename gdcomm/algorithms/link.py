@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from gdcomm.algorithms.steps import Flight
+from gdcomm.algorithms.steps import Flight, Steps
 
 __all__ = ["LANES", "HostLink", "Link", "Sublink", "Vector"]
 
@@ -32,6 +32,7 @@ class Link(ABC):
 
     rank: int
     size: int
+    _landing: Vector | None = None  # where messages arrive that are reduced then
 
     def exchange(self, send: Vector | None, dest: int, recv: Vector | None, source: int) -> Flight:
         """Send one vector and receive another at the same time; None or an empty one: only the other half."""
@@ -43,6 +44,35 @@ class Link(ABC):
 
         Between two ranks, vectors arrive in the order in which they are listed and sent.
         """
+
+    def transfer_reduce(
+        self, sends: Sequence[tuple[Vector, int]], intos: Sequence[tuple[Vector, int]], *, lower: bool
+    ) -> Steps:
+        """Send vectors, and reduce others with what comes from ranks at the same time.
+
+        A vector may be sent to the rank that it is reduced with, if it is all that is sent: as it was before.
+
+        Args:
+            sends: each `(vector, dest)`.
+            intos: each `(into, source)`.
+            lower: whether what comes is the contribution of lower ranks: `coming op into`, else `into op coming`.
+        """
+        incoming, start = [], 0
+        for into, source in intos:
+            landing = self._landed(sum(len(vector) for vector, _ in intos), into)
+            incoming.append((landing[start : start + len(into)], source))
+            start += len(into)
+        yield self.transfer(sends, incoming)
+        for (into, _), (piece, _) in zip(intos, incoming, strict=True):
+            if lower:
+                self.reduce(into, lower=piece)
+            else:
+                self.reduce(into, higher=piece)
+
+    def _landed(self, count: int, like: Vector) -> Vector:
+        if self._landing is None or len(self._landing) < count:
+            self._landing = self.scratch(count, like)
+        return self._landing
 
     @abstractmethod
     def apart(self, lane: int) -> Link:
@@ -81,6 +111,14 @@ class Sublink(Link):
     def transfer(self, sends: Sequence[tuple[Vector, int]], recvs: Sequence[tuple[Vector, int]]) -> Flight:
         ranks = self._ranks
         return self._link.transfer([(v, ranks[dest]) for v, dest in sends], [(v, ranks[source]) for v, source in recvs])
+
+    def transfer_reduce(
+        self, sends: Sequence[tuple[Vector, int]], intos: Sequence[tuple[Vector, int]], *, lower: bool
+    ) -> Steps:
+        ranks = self._ranks
+        return self._link.transfer_reduce(
+            [(v, ranks[dest]) for v, dest in sends], [(v, ranks[source]) for v, source in intos], lower=lower
+        )
 
     def apart(self, lane: int) -> Sublink:
         return Sublink(self._link.apart(lane), self._ranks)

@@ -136,10 +136,10 @@ def tree(rank: int, ranks: int, root: int) -> Tree:
     return Tree(None, first, last, children)
 
 
-def fold(link: Link, vector: Vector, scratch: Vector) -> Generator[Flight, None, Link | None]:
+def fold(link: Link, vector: Vector) -> Generator[Flight, None, Link | None]:
     """Reduce rank 2i + 1's vector into rank 2i's, for as many pairs from rank 0 on as leave a power of two of ranks.
 
-    Rank order is kept. Costs alpha + n beta + n gamma where there are pairs; `scratch` is as long as the vector.
+    Rank order is kept. Costs alpha + n beta + n gamma where there are pairs.
 
     Returns:
         The ranks that are left, as a link; None on a rank that has given its vector away.
@@ -151,8 +151,7 @@ def fold(link: Link, vector: Vector, scratch: Vector) -> Generator[Flight, None,
         if link.rank % 2:
             yield link.exchange(vector, link.rank - 1, None, link.rank - 1)
             return None
-        yield link.exchange(None, link.rank + 1, scratch, link.rank + 1)
-        link.reduce(vector, higher=scratch)
+        yield from link.transfer_reduce([], [(vector, link.rank + 1)], lower=False)
     return Sublink(link, [*range(0, 2 * pairs, 2), *range(2 * pairs, link.size)])
 
 

@@ -22,13 +22,8 @@ def binomial(link: Link, vector: Vector, root: int = 0) -> Steps:
     message. Costs lg p (alpha + n beta + n gamma), and scratch of the vector except on leaves.
     """
     place = tree(link.rank, link.size, root)
-    scratch = link.scratch(len(vector) if place.children else 0, vector)
     for child, _, _ in place.children:
-        yield link.exchange(None, child, scratch, child)
-        if child < link.rank:
-            link.reduce(vector, lower=scratch)
-        else:
-            link.reduce(vector, higher=scratch)
+        yield from link.transfer_reduce([], [(vector, child)], lower=child < link.rank)
     if place.parent is not None:
         yield link.exchange(vector, place.parent, None, place.parent)
 
@@ -54,9 +49,9 @@ def chain(link: Link, vector: Vector, root: int = 0) -> Steps:
     rank, ranks = link.rank, link.size
     before, after = (rank - 1) % ranks, (rank + 1) % ranks
     pieces = blocks(vector, balanced(len(vector), segments(vector.nbytes, ranks)))
-    scratch = link.scratch(0 if after == root else len(pieces[0]), vector)
     for coming, going in zip([*pieces, None], [None, *pieces], strict=True):
-        arrived = None if coming is None or after == root else scratch[: len(coming)]
-        yield link.exchange(None if rank == root else going, before, arrived, after)
-        if arrived is not None:
-            link.reduce(coming, higher=arrived)
+        yield from link.transfer_reduce(
+            [] if going is None or rank == root else [(going, before)],
+            [] if coming is None or after == root else [(coming, after)],
+            lower=False,
+        )

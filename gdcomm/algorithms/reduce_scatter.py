@@ -24,12 +24,9 @@ def ring(link: Link, vector: Vector, counts: Sequence[int]) -> Steps:
     Costs (p-1) alpha + (p-1)/p n (beta + gamma), and scratch of one block. See Patarasuk and Yuan 2009.
     """
     rank, ranks = link.rank, link.size
-    block, scratch = blocks(vector, counts), link.scratch(max(counts), vector)
+    block, after, before = blocks(vector, counts), (rank + 1) % ranks, (rank - 1) % ranks
     for step in range(1, ranks):
-        into = block[rank - step - 1]
-        incoming = scratch[: len(into)]
-        yield link.exchange(block[rank - step], (rank + 1) % ranks, incoming, (rank - 1) % ranks)
-        link.reduce(into, lower=incoming)
+        yield from link.transfer_reduce([(block[rank - step], after)], [(block[rank - step - 1], before)], lower=True)
 
 
 def halving(link: Link, vector: Vector, counts: Sequence[int]) -> Steps:
@@ -39,15 +36,15 @@ def halving(link: Link, vector: Vector, counts: Sequence[int]) -> Steps:
     comes to it. See Thakur, Rabenseifner and Gropp 2005.
     """
     pairs = link.size - power_below(link.size)
-    edges, scratch = edges_of(counts), link.scratch(_halving_scratch(counts), vector)
-    left = yield from fold(link, vector, scratch)
+    edges = edges_of(counts)
+    left = yield from fold(link, vector)
     if left is not None:  # a rank that was folded into has the blocks of both
-        yield from halve(left, vector, [*edges[: 2 * pairs : 2], *edges[2 * pairs :]], scratch)
+        yield from halve(left, vector, [*edges[: 2 * pairs : 2], *edges[2 * pairs :]])
     odd = min(link.rank | 1, link.size - 1)
     yield from unfold(link, vector[edges[odd] : edges[odd + 1]])
 
 
-def halve(link: Link, vector: Vector, edges: Sequence[int], scratch: Vector) -> Steps:
+def halve(link: Link, vector: Vector, edges: Sequence[int]) -> Steps:
     """Do recursive halving on a power of two of ranks, over blocks with these edges."""
     first, last = 0, link.size
     while last - first > 1:
@@ -55,21 +52,11 @@ def halve(link: Link, vector: Vector, edges: Sequence[int], scratch: Vector) -> 
         partner = link.rank ^ (last - middle)
         below, above = vector[edges[first] : edges[middle]], vector[edges[middle] : edges[last]]
         if partner > link.rank:
-            incoming, last = scratch[: len(below)], middle
-            yield link.exchange(above, partner, incoming, partner)
-            link.reduce(below, higher=incoming)
+            last = middle
+            yield from link.transfer_reduce([(above, partner)], [(below, partner)], lower=False)
         else:
-            incoming, first = scratch[: len(above)], middle
-            yield link.exchange(below, partner, incoming, partner)
-            link.reduce(above, lower=incoming)
-
-
-def _halving_scratch(counts: Sequence[int]) -> int:
-    """The most elements received at once: all in a fold, else the larger half."""
-    half = power_below(len(counts)) // 2
-    if len(counts) > 2 * half:
-        return sum(counts) if half else 0
-    return max(sum(counts[:half]), sum(counts[half:]))
+            first = middle
+            yield from link.transfer_reduce([(below, partner)], [(above, partner)], lower=True)
 
 
 def circulant(link: Link, vector: Vector, counts: Sequence[int]) -> Steps:
@@ -81,21 +68,13 @@ def circulant(link: Link, vector: Vector, counts: Sequence[int]) -> Steps:
     """
     rank, ranks = link.rank, link.size
     edges, steps = edges_of(counts), halves(ranks)
-    scratch = link.scratch(max((_length(edges, rank, before - after) for before, after in steps), default=0), vector)
     for before, after in steps:
         up, down = (rank + after) % ranks, (rank - after) % ranks
-        kept = around(vector, edges, rank, before - after)
-        incoming = blocks(scratch, [len(piece) for piece in kept])
-        yield link.transfer(
+        yield from link.transfer_reduce(
             [(piece, up) for piece in around(vector, edges, up, before - after)],
-            [(piece, down) for piece in incoming],
+            [(piece, down) for piece in around(vector, edges, rank, before - after)],
+            lower=True,
         )
-        for into, piece in zip(kept, incoming, strict=True):
-            link.reduce(into, lower=piece)
-
-
-def _length(edges: Sequence[int], first: int, number: int) -> int:
-    return sum(len(piece) for piece in around(range(edges[-1]), edges, first, number))
 
 
 def pairwise(link: Link, vector: Vector, counts: Sequence[int]) -> Steps:

@@ -70,9 +70,11 @@ class Link(ABC):
                 self.reduce(into, higher=piece)
 
     def _landed(self, count: int, like: Vector) -> Vector:
-        if self._landing is None or len(self._landing) < count:
-            self._landing = self.scratch(count, like)
-        return self._landing
+        """Memory for so many elements; the same one while it is long enough, since messages come one after another."""
+        landing = self._landing
+        if landing is None or len(landing) < count or landing.dtype != like.dtype:
+            landing = self._landing = self.scratch(count, like)
+        return landing
 
     @abstractmethod
     def apart(self, lane: int) -> Link:

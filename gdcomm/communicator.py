@@ -76,8 +76,9 @@ class _Derives(_Comm):
             )
         found = OPERATIONS[operation]
         given = found.complete(arguments)
-        if found.root_side and not self.Is_inter() and self.Get_rank() != given[found.root]:
-            given[getattr(found, found.root_side)] = None  # of no account here
+        spare = found.spare(self, given)
+        if spare >= 0:
+            given[spare] = None
         arrays = [split_spec(given[position])[0] for position in found.buffers]
         arrays = [array for array in arrays if not is_in_place(array)]
         buffers = [buffer for buffer in map(devices.find, arrays) if buffer is not None]

@@ -193,22 +193,14 @@ def _fill(plan: Plan, comm: Any, paths: Paths, stream: Any) -> None:
     in_place = operation.send >= 0 <= operation.recv and (
         is_in_place(arguments[operation.send]) or is_in_place(arguments[operation.recv])
     )
+    spare = operation.spare(comm, arguments)
+    if spare >= 0:
+        arguments[spare] = None  # mpi4py must not look at a device array
     for position in operation.buffers:
-        if not (operation.root_side and _insignificant(comm, operation, position, arguments)):
+        if position != spare:
             _add_side(plan, comm, paths, position, in_place, stream)
     if operation.op >= 0:
         _replace_op(plan)
-
-
-def _insignificant(comm: Any, operation: Operation, position: int, arguments: list[Any]) -> bool:
-    """Drop a device buffer that only the root would use: mpi4py must not look at it."""
-    side = operation.send if operation.root_side == "send" else operation.recv
-    if position != side or comm.Get_rank() == arguments[operation.root] or comm.Is_inter():
-        return False
-    array, _ = split_spec(arguments[position])
-    if array is not None and type(array) not in _HOST_TYPES:
-        arguments[position] = None
-    return True
 
 
 def _add_side(plan: Plan, comm: Any, paths: Paths, position: int, in_place: bool, stream: Any) -> None:

@@ -36,8 +36,7 @@ class Operation:
         counted: the status tells how many bytes were written. (Not so for Isendrecv: MPICH's
             may count the sent ones.)
         buffers: the positions of all of them.
-        simple: blocking, each buffer means the same on every rank, and writes its buffer whole or says how far
-            (see `short`).
+        simple: blocking, and writes its buffers whole or says how far (see `short`).
     """
 
     name: str
@@ -70,6 +69,12 @@ class Operation:
             return bool(arguments[self.root] != (MPI.ROOT if comm.Is_inter() else comm.Get_rank()))
         return position != self.send
 
+    def spare(self, comm: MPI.Comm, arguments: Sequence[Any]) -> int:
+        """The position of the buffer that only the root has, on other ranks of an intracommunicator; else -1."""
+        if not self.root_side or comm.Is_inter() or arguments[self.root] == comm.Get_rank():
+            return -1
+        return self.recv if self.root_side == "recv" else self.send
+
     def complete(self, arguments: Sequence[Any]) -> list[Any]:
         """Arguments with those that are left out by default: no buffers, MPI.SUM, root 0."""
         defaults = {self.op: MPI.SUM, self.root: 0}
@@ -99,7 +104,7 @@ def operation(name: str, call: Callable[..., Any], group: str, form: str, **fiel
     """An operation with what follows from its fields."""
     buffers = tuple(fields[key] for key in ("send", "recv", "both") if key in fields)
     whole = fields.get("counted", False) or not fields.get("partial", False)
-    simple = form == BLOCKING and whole and not fields.get("root_side")
+    simple = form == BLOCKING and whole
     return Operation(name, call, group, form, buffers=buffers, simple=simple, **fields)
 
 

@@ -42,7 +42,10 @@ def short(comm: Any, paths: Paths, operation: Operation, arguments: tuple[Any, .
     """
     found: list[tuple[int, Buffer, MPI.Datatype]] = []
     in_place = False
+    spare = operation.spare(comm, arguments)
     for position in operation.buffers:
+        if position == spare:
+            continue
         array = arguments[position]
         if type(array) is _InPlace:
             in_place = True
@@ -62,6 +65,8 @@ def short(comm: Any, paths: Paths, operation: Operation, arguments: tuple[Any, .
     if not direct and operation.group in _MESSAGES and any(b.nbytes > Slots.SIZE for _, b, _ in found):
         return False
     call = list(arguments)
+    if spare >= 0:
+        call[spare] = None
     if operation.op >= 0:
         op = substitute(found[-1][1].dtype, call[operation.op])
         if op is not None:

@@ -900,7 +900,7 @@ def test_what_is_reduced_into_has_been_sent_before(comm):
     for _ in range(4):
         for delay in range(SIZE):
             x, y = device(values(count)), DEVICE.empty(count, "<f8")
-            if RANK == delay:
+            if delay == RANK:
                 time.sleep(0.02)  # what the others send is there first
             comm.Allreduce(x, y)
             np.testing.assert_array_equal(DEVICE.asnumpy(y), sum(values(count, rank) for rank in range(SIZE)))

@@ -15,7 +15,7 @@ from gdcomm import devices
 from gdcomm.arenas import Address, here, once, visible
 from gdcomm.envelopes import Channel, Shadow
 
-__all__ = ["channel_of", "facts", "free_unused", "open_channel"]
+__all__ = ["channel_of", "facts", "free_after", "free_unused", "open_channel"]
 
 
 class _Facts(NamedTuple):
@@ -64,7 +64,7 @@ def open_channel(comm: MPI.Intracomm, everyone: list[_Facts]) -> Channel | None:
     # Not Dup: what the program has attached to its communicator is not for the hidden one.
     hidden, secret = MPI.Intracomm(MPI.Intracomm.Split(comm)), everyone[0].secret
     shadow = Shadow(hidden, secret, near, nodes, ports)
-    weakref.finalize(shadow, _unused.__setitem__, secret, hidden).atexit = False
+    free_after(shadow, secret, hidden)
     return _remember(comm, Channel(shadow, None, [], len(everyone), {}))
 
 
@@ -76,9 +76,21 @@ def channel_of(comm: MPI.Comm, parent: Channel | None) -> Channel | None:
     return _remember(comm, parent.derive(comm))
 
 
-# Hidden communicators, by their secrets, whose shadows nobody in this process can reach any more. Channels refer to a
-# shadow, and MPI's communicators to channels; so do transfers and kept messages, which may outlive a communicator.
+# Hidden communicators, by their secrets, whose owners nobody in this process can reach any more. Channels refer to a
+# shadow, and MPI's communicators to channels; so do transfers and kept messages, which may outlive a communicator. The
+# other owners are what nonblocking collectives share.
 _unused: dict[bytes, MPI.Intracomm] = {}
+
+
+def free_after(owner: object, secret: bytes, hidden: MPI.Intracomm) -> None:
+    """Let a hidden communicator be freed when its ranks come together after `owner` has gone on all of them.
+
+    Args:
+        owner: uses it.
+        secret: the same on all its ranks, and no other one's.
+        hidden: the communicator.
+    """
+    weakref.finalize(owner, _unused.__setitem__, secret, hidden).atexit = False
 
 
 def free_unused(comm: MPI.Intracomm) -> None:

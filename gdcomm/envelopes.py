@@ -109,10 +109,30 @@ class Shadow:
         self.rank = comm.Get_rank()
         self._secret = secret
         limit = comm.Get_attr(MPI.TAG_UB)
-        self.last_tag = (limit if isinstance(limit, int) else 32767) // 2  # of collectives; the rest is for chunks
+        # Up to here tags are for collectives; as many after it for chunks, and the rest for making communicators.
+        self.last_tag = (limit if isinstance(limit, int) else 32767) // 3
         self.tags_taken = 0  # the last one of collectives
         self.lock = threading.Lock()
+        self._numbers = itertools.count(1)
         self._tags = itertools.cycle(range(self.last_tag + 1, 2 * self.last_tag))
+
+    def number(self) -> int:
+        """A number that neither this rank nor another one has given out."""
+        return next(self._numbers) * self.comm.Get_size() + self.rank
+
+    def join(self, ranks: Sequence[int], number: int) -> tuple[bytes, MPI.Intracomm]:
+        """A communicator of some ranks, and what to know it by; each of them calls this, and waits for the others.
+
+        Args:
+            ranks: of the shadow, in the order that they are to have.
+            number: theirs alone; of `number`.
+        """
+        all_ranks = self.comm.Get_group()
+        group = all_ranks.Incl(ranks)
+        made = MPI.Intracomm.Create_group(self.comm, group, 2 * self.last_tag + 1 + number % (self.last_tag - 1))
+        group.Free()
+        all_ranks.Free()
+        return self._secret + number.to_bytes(8, "little"), made
 
     def box(self, dest: int, device: Device) -> Box | None:
         """A box in this process's arena for a message; None if it must go through MPI."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 from array import array as stdarray
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from gdcomm.transports.staged import StagedSide
 if TYPE_CHECKING:
     from gdcomm.paths import Paths
 
-__all__ = ["execute", "plain", "reducible"]
+__all__ = ["Plan", "execute", "plain", "prepare", "reducible", "start"]
 
 _HOST_TYPES = frozenset(
     (ndarray, bytes, bytearray, memoryview, stdarray, type(None), type(MPI.IN_PLACE), type(MPI.BOTTOM))
@@ -155,6 +156,33 @@ def execute(comm: Any, paths: Paths, operation: Operation, arguments: tuple[Any,
     except MPI.Exception as error:
         plan.close()
         raise explain(error, comm, operation.name, arguments) from None
+    except BaseException:
+        plan.close()
+        raise
+
+
+def prepare(comm: Any, paths: Paths, operation: Operation, arguments: tuple[Any, ...], stream: Any) -> Plan:
+    """The first part of `execute`: all that comes before MPI. It raises what is wrong with the arguments."""
+    plan = Plan(operation, arguments)
+    with _closing(plan, comm, arguments):
+        _fill(plan, comm, paths, stream)
+    return plan
+
+
+def start(comm: Any, plan: Plan) -> Any:
+    """The second part, of a nonblocking operation. `comm` may be another communicator of the same ranks."""
+    with _closing(plan, comm, tuple(plan.arguments)):
+        return _start(comm, plan)
+
+
+@contextmanager
+def _closing(plan: Plan, comm: Any, arguments: tuple[Any, ...]) -> Iterator[None]:
+    """Close the plan after an error."""
+    try:
+        yield
+    except MPI.Exception as error:
+        plan.close()
+        raise explain(error, comm, plan.operation.name, arguments) from None
     except BaseException:
         plan.close()
         raise

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from mpi4py import MPI
 
 from gdcomm.arenas import Box, Peer
 from gdcomm.devices.base import Buffer, Device, Event
@@ -142,20 +141,25 @@ class Express:
     """The boxes of one communicator's collectives: one to and one from each rank that shares memory with this one.
 
     Args:
-        comm: the communicator; all its ranks make this at the same time.
-        channel: its channel.
+        channel: the communicator's.
         device: of the first arrays.
+
+    Attributes:
+        told: a number for each rank, to be told it: all ranks make this at the same time.
     """
 
-    def __init__(self, comm: MPI.Intracomm, channel: Channel, device: Device) -> None:
+    def __init__(self, channel: Channel, device: Device) -> None:
         peers = [channel.peer(rank) for rank in range(channel.size)]
         shadow = channel.shadow
+        self._arenas = shadow.arenas
         self._boxes = {peer: None if peer == shadow.rank else shadow.box(peer, device) for peer in peers}
-        told = [0 if box is None else box.number + 1 for box in self._boxes.values()]
-        heard = MPI.Intracomm.alltoall(comm, told)
+        self.told = [0 if box is None else box.number + 1 for box in self._boxes.values()]
         self._peers: dict[int, Peer | None] = {}
-        for peer, number in zip(peers, heard, strict=True):
-            address = shadow.arenas[peer]
+
+    def hear(self, numbers: Sequence[int]) -> None:
+        """Take what the ranks told this one."""
+        for peer, number in zip(self._boxes, numbers, strict=True):
+            address = self._arenas[peer]
             self._peers[peer] = Peer(address, number - 1) if number and address is not None else None
 
     def send(self, dest: int, buffers: Sequence[Buffer]) -> Sending | None:

@@ -23,7 +23,7 @@ from gdcomm.patience import Patience
 from gdcomm.requests import Request, progress
 from gdcomm.transfer.copy import keep
 
-__all__ = ["DeviceLink", "DeviceVector"]
+__all__ = ["DeviceLink", "DeviceVector", "Hidden"]
 
 _LONG = 256 << 10  # bytes from which on a copy takes longer than its call
 _FEWEST = 8  # copies whose calls take as long as that of a kernel with its table
@@ -60,11 +60,20 @@ class DeviceVector:
         return self.buffer.nbytes
 
 
-class _Shadow(MPI.Intracomm):
-    """The family's hidden communicator, as `execute` takes one."""
+class Hidden(MPI.Intracomm):
+    """A communicator that the user never sees, as `execute` takes one; the handle is shared with `comm`.
 
-    _channel: Channel
-    _paths: Paths
+    Args:
+        comm: the communicator.
+        channel: the way of its ranks to the shadow.
+        paths: what was agreed.
+    """
+
+    def __new__(cls, comm: MPI.Intracomm, *_: Any) -> Hidden:  # noqa: PYI034 - typing.Self needs Python 3.11
+        return MPI.Intracomm.__new__(cls, comm)
+
+    def __init__(self, comm: MPI.Intracomm, channel: Channel, paths: Paths) -> None:
+        self._channel, self._paths = channel, paths
 
 
 class _Side(NamedTuple):
@@ -126,6 +135,8 @@ class DeviceLink(Link):
         rank: this one's place among them.
         op: MPI's name of the operator, "" if nothing is reduced.
         express: for messages between ranks of a node; None: all go as others do.
+        comm: a communicator of these ranks that is the link's alone; None: the family's hidden one, where ranks and
+            tags keep links apart.
     """
 
     def __init__(
@@ -137,12 +148,15 @@ class DeviceLink(Link):
         rank: int,
         op: str = "",
         express: Express | None = None,
+        comm: MPI.Intracomm | None = None,
     ) -> None:
         self._paths, self._tag, self._op, self._express = paths, tag, op, express
-        self._ranks = [channel.peer(r) for r in ranks]
-        self._comm = _Shadow(channel.shadow.comm)
-        self._comm._channel = Channel(channel.shadow, None, [], channel.shadow.comm.Get_size(), {})
-        self._comm._paths = paths
+        if comm is None:
+            self._ranks = [channel.peer(r) for r in ranks]
+            whole = Channel(channel.shadow, None, [], channel.shadow.comm.Get_size(), {})
+            self._comm = Hidden(channel.shadow.comm, whole, paths)
+        else:
+            self._ranks, self._comm = list(ranks), Hidden(comm, channel, paths)
         self.rank, self.size = rank, len(ranks)
         self._scratch: list[Buffer] = []
 
@@ -155,10 +169,10 @@ class DeviceLink(Link):
         self, sends: Sequence[tuple[DeviceVector, int]], intos: Sequence[tuple[DeviceVector, int]], *, lower: bool
     ) -> Steps:
         """As `Link` does; what comes through boxes that kernels reach is reduced from there."""
-        express = self._express
+        express, peer = self._express, self._comm._channel.peer
         if express is not None and (
-            all(express.reaches(self._ranks[source], into.buffer.device) for into, source in intos)
-            and all(express.sends(self._ranks[dest]) for _, dest in sends)
+            all(express.reaches(peer(self._ranks[source]), into.buffer.device) for into, source in intos)
+            and all(express.sends(peer(self._ranks[dest])) for _, dest in sends)
         ):
             yield self._begin(sends, intos, Reduction(self._op, lower))
         else:
@@ -175,16 +189,17 @@ class DeviceLink(Link):
         requests: list[MPI.Request] = []
         side = _beside(sends, recvs)
         flight = _Messages(pumps, requests, side)
-        express, receiving = self._express, dict[tuple[int, int], Receiving]()
+        express, peer = self._express, self._comm._channel.peer
+        receiving: dict[tuple[int, int], Receiving] = {}
         for rank, buffers in self._by_rank(recvs, None).items():
-            coming = express and express.receive(rank, buffers, reduction)
+            coming = express and express.receive(peer(rank), buffers, reduction)
             if coming:
                 pumps.append(coming)
                 receiving[rank, buffers[0].ptr] = coming
             else:
                 requests += [self._start("Irecv", buffer, rank) for buffer in buffers]
         for rank, buffers in self._by_rank(sends, side and side.stream).items():
-            going = express and express.send(rank, buffers)
+            going = express and express.send(peer(rank), buffers)
             if going:
                 pumps.append(going)
                 if (same := receiving.get((rank, buffers[0].ptr))) is not None:
@@ -202,7 +217,7 @@ class DeviceLink(Link):
         return link
 
     def _by_rank(self, messages: Sequence[tuple[DeviceVector, int]], stream: Any) -> dict[int, list[Buffer]]:
-        """The messages of each of the shadow's ranks, in order, on another stream if one is given."""
+        """The messages of each of the communicator's ranks, in order, on another stream if one is given."""
         found: dict[int, list[Buffer]] = {}
         for vector, rank in messages:
             if len(vector):

@@ -151,6 +151,7 @@ class _Progress:
         self._thread: threading.Thread | None = None
         self._begun = self._stop = False
         self._drivers: list[None] = []  # one for each thread that polls: the thread then need not
+        self._local = threading.local()
 
     @contextmanager
     def driven(self) -> Iterator[None]:
@@ -186,10 +187,16 @@ class _Progress:
         self._pending, self._thread, self._stop = [], None, True
 
     def poll(self) -> None:
-        """Advance everything pending once; used by whoever waits."""
+        """Advance everything pending once; used by whoever waits. What is polled may ask for this again: in vain."""
+        if getattr(self._local, "polling", False):
+            return
         with self._wake:
             pending = list(self._pending)
-        done = [item for item in pending if item.poll()]
+        self._local.polling = True
+        try:
+            done = [item for item in pending if item.poll()]
+        finally:
+            self._local.polling = False
         if done:
             with self._wake:
                 self._pending = [item for item in self._pending if item not in done]

@@ -191,11 +191,19 @@ class Call:
         arguments: of the method, all of them.
         stream: the user's stream or None.
         ranks, rank: of the communicator.
+        name: of the method; None: the operation's.
     """
 
     def __init__(
-        self, operation: Operation, arguments: tuple[Any, ...], stream: Any, ranks: int, rank: int
+        self,
+        operation: Operation,
+        arguments: tuple[Any, ...],
+        stream: Any,
+        ranks: int,
+        rank: int,
+        name: str | None = None,
     ) -> None:
+        self.name = operation.name if name is None else name
         self.operation, self.arguments, self.ranks, self.rank = operation, arguments, ranks, rank
         self.root = _rank(arguments[operation.root], ranks) if operation.root >= 0 else None
         self.op = name_of(arguments[operation.op]) if operation.op >= 0 else ""
@@ -266,7 +274,7 @@ class Call:
         if self.root == _NOBODY:
             return None
         if writes:
-            buffer.require_writable(self.operation.name, "buf" if side == "both" else "recvbuf")
+            buffer.require_writable(self.name, "buf" if side == "both" else "recvbuf")
         self.dtype, self.device = buffer.dtype, buffer.device
         vector = DeviceVector(buffer._replace(shape=(buffer.nbytes // buffer.dtype.itemsize,)))
         shared = _shared(self.operation, side, in_place)

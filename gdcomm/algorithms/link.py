@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from gdcomm.algorithms.steps import Flight, Steps
 
-__all__ = ["LANES", "HostLink", "Link", "Sublink", "Vector"]
+__all__ = ["LANES", "HostLink", "Link", "Requests", "Sublink", "Vector"]
 
 LANES = 16  # links of the same ranks that are apart
 Vector = Any
@@ -138,7 +138,13 @@ class Sublink(Link):
         return self._link.scratch(count, like)
 
 
-class _Requests(Flight):
+class Requests(Flight):
+    """MPI's own requests.
+
+    Args:
+        requests: mpi4py's.
+    """
+
     def __init__(self, requests: list[MPI.Request]) -> None:
         self._requests = requests
 
@@ -165,7 +171,7 @@ class HostLink(Link):
     def transfer(self, sends: Sequence[tuple[Vector, int]], recvs: Sequence[tuple[Vector, int]]) -> Flight:
         requests = [self._comm.Irecv([v.view(np.uint8), MPI.BYTE], source, self._lane) for v, source in recvs if len(v)]
         requests += [self._comm.Isend([v.view(np.uint8), MPI.BYTE], dest, self._lane) for v, dest in sends if len(v)]
-        return _Requests(requests)
+        return Requests(requests)
 
     def apart(self, lane: int) -> HostLink:
         return HostLink(self._comm, self._op, lane)

@@ -22,9 +22,12 @@ class Flight(ABC):
     def test(self) -> bool:
         """Tell, without waiting, whether all are complete; it may be asked again."""
 
-    @abstractmethod
     def wait(self) -> None:
         """Wait until all are complete."""
+        patience = Patience(looks=200)
+        with self.watched():
+            while not self.test():
+                patience.pause()
 
     def watched(self) -> AbstractContextManager[None]:
         """The context of a thread that asks again and again."""
@@ -49,11 +52,8 @@ class _Any(Flight):
     def test(self) -> bool:
         return any(flight.test() for flight in self._flights)
 
-    def wait(self) -> None:
-        patience = Patience(looks=200)
-        with self._flights[0].watched():
-            while not self.test():
-                patience.pause()
+    def watched(self) -> AbstractContextManager[None]:
+        return self._flights[0].watched()
 
 
 def pipeline(sections: Sequence[Sequence[Iterator[Flight]]], width: int = 2) -> Steps:

@@ -9,7 +9,9 @@ from mpi4py import MPI
 from numpy import ndarray
 
 from gdcomm.arguments import UNSERVED, freed, unserved
+from gdcomm.collectives import Limits, asks
 from gdcomm.execution import execute, plain, reducible
+from gdcomm.nonblocking import nonblocking
 from gdcomm.operations import OPERATIONS
 
 if TYPE_CHECKING:
@@ -47,89 +49,90 @@ class NonblockingCollectives(_Comm):
     """The I-forms of the collectives."""
 
     _paths: Paths
+    _limits: Limits
 
     def Ibcast(self, buf: Spec, root: int = 0, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Bcast."""
-        if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous):
+        if type(buf) is ndarray and (buf.ndim < 2 or buf.flags.c_contiguous) and buf.nbytes < self._limits.move:
             try:
                 return _Ibcast(self, buf, root)
             except UNSERVED as error:
                 unserved(error, self, "Ibcast", (buf, root))
-        return execute(self, self._paths, OPERATIONS["Ibcast"], (buf, root), stream)
+        return nonblocking(self, OPERATIONS["Ibcast"], (buf, root), stream)
 
     def Igather(self, sendbuf: Spec, recvbuf: Spec, root: int = 0, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Gather."""
-        if plain(sendbuf) and plain(recvbuf):
+        if plain(sendbuf) and plain(recvbuf) and not asks(self, "Gather", (sendbuf, recvbuf, root)):
             try:
                 return _Igather(self, sendbuf, recvbuf, root)
             except UNSERVED as error:
                 unserved(error, self, "Igather", (sendbuf, recvbuf, root))
-        return execute(self, self._paths, OPERATIONS["Igather"], (sendbuf, recvbuf, root), stream)
+        return nonblocking(self, OPERATIONS["Igather"], (sendbuf, recvbuf, root), stream)
 
     def Igatherv(self, sendbuf: Spec, recvbuf: Spec, root: int = 0, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Gatherv."""
-        if plain(sendbuf) and plain(recvbuf):
+        if plain(sendbuf) and plain(recvbuf) and not asks(self, "Gatherv", (sendbuf, recvbuf, root)):
             try:
                 return _Igatherv(self, sendbuf, recvbuf, root)
             except UNSERVED as error:
                 unserved(error, self, "Igatherv", (sendbuf, recvbuf, root))
-        return execute(self, self._paths, OPERATIONS["Igatherv"], (sendbuf, recvbuf, root), stream)
+        return nonblocking(self, OPERATIONS["Igatherv"], (sendbuf, recvbuf, root), stream)
 
     def Iscatter(self, sendbuf: Spec, recvbuf: Spec, root: int = 0, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Scatter."""
-        if plain(sendbuf) and plain(recvbuf):
+        if plain(sendbuf) and plain(recvbuf) and not asks(self, "Scatter", (sendbuf, recvbuf, root)):
             try:
                 return _Iscatter(self, sendbuf, recvbuf, root)
             except UNSERVED as error:
                 unserved(error, self, "Iscatter", (sendbuf, recvbuf, root))
-        return execute(self, self._paths, OPERATIONS["Iscatter"], (sendbuf, recvbuf, root), stream)
+        return nonblocking(self, OPERATIONS["Iscatter"], (sendbuf, recvbuf, root), stream)
 
     def Iscatterv(self, sendbuf: Spec, recvbuf: Spec, root: int = 0, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Scatterv."""
-        if plain(sendbuf) and plain(recvbuf):
+        if plain(sendbuf) and plain(recvbuf) and not asks(self, "Scatterv", (sendbuf, recvbuf, root)):
             try:
                 return _Iscatterv(self, sendbuf, recvbuf, root)
             except UNSERVED as error:
                 unserved(error, self, "Iscatterv", (sendbuf, recvbuf, root))
-        return execute(self, self._paths, OPERATIONS["Iscatterv"], (sendbuf, recvbuf, root), stream)
+        return nonblocking(self, OPERATIONS["Iscatterv"], (sendbuf, recvbuf, root), stream)
 
     def Iallgather(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Allgather."""
         if not self:
             raise freed(self, "Iallgather")
-        if plain(sendbuf) and plain(recvbuf):
+        if plain(sendbuf) and plain(recvbuf) and not asks(self, "Allgather", (sendbuf, recvbuf)):
             try:
                 return _Iallgather(self, sendbuf, recvbuf)
             except UNSERVED as error:
                 unserved(error, self, "Iallgather", (sendbuf, recvbuf))
-        return execute(self, self._paths, OPERATIONS["Iallgather"], (sendbuf, recvbuf), stream)
+        return nonblocking(self, OPERATIONS["Iallgather"], (sendbuf, recvbuf), stream)
 
     def Iallgatherv(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Allgatherv."""
-        if plain(sendbuf) and plain(recvbuf):
+        if plain(sendbuf) and plain(recvbuf) and not asks(self, "Allgatherv", (sendbuf, recvbuf)):
             try:
                 return _Iallgatherv(self, sendbuf, recvbuf)
             except UNSERVED as error:
                 unserved(error, self, "Iallgatherv", (sendbuf, recvbuf))
-        return execute(self, self._paths, OPERATIONS["Iallgatherv"], (sendbuf, recvbuf), stream)
+        return nonblocking(self, OPERATIONS["Iallgatherv"], (sendbuf, recvbuf), stream)
 
     def Ialltoall(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Alltoall."""
-        if plain(sendbuf) and plain(recvbuf):
+        if plain(sendbuf) and plain(recvbuf) and not asks(self, "Alltoall", (sendbuf, recvbuf)):
             try:
                 return _Ialltoall(self, sendbuf, recvbuf)
             except UNSERVED as error:
                 unserved(error, self, "Ialltoall", (sendbuf, recvbuf))
-        return execute(self, self._paths, OPERATIONS["Ialltoall"], (sendbuf, recvbuf), stream)
+        return nonblocking(self, OPERATIONS["Ialltoall"], (sendbuf, recvbuf), stream)
 
     def Ialltoallv(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Alltoallv."""
-        if plain(sendbuf) and plain(recvbuf):
+        if plain(sendbuf) and plain(recvbuf) and not asks(self, "Alltoallv", (sendbuf, recvbuf)):
             try:
                 return _Ialltoallv(self, sendbuf, recvbuf)
             except UNSERVED as error:
                 unserved(error, self, "Ialltoallv", (sendbuf, recvbuf))
-        return execute(self, self._paths, OPERATIONS["Ialltoallv"], (sendbuf, recvbuf), stream)
+        return nonblocking(self, OPERATIONS["Ialltoallv"], (sendbuf, recvbuf), stream)
 
     def Ialltoallw(self, sendbuf: Spec, recvbuf: Spec, *, stream: Stream = None) -> MPI.Request:
         """Nonblocking Alltoallw."""
@@ -144,34 +147,34 @@ class NonblockingCollectives(_Comm):
         self, sendbuf: Spec, recvbuf: Spec, op: MPI.Op = MPI.SUM, root: int = 0, *, stream: Stream = None
     ) -> MPI.Request:
         """Nonblocking Reduce."""
-        if reducible(sendbuf, recvbuf):
+        if reducible(sendbuf, recvbuf, self._limits.reduce):
             try:
                 return _Ireduce(self, sendbuf, recvbuf, op, root)
             except UNSERVED as error:
                 unserved(error, self, "Ireduce", (sendbuf, recvbuf, op, root))
-        return execute(self, self._paths, OPERATIONS["Ireduce"], (sendbuf, recvbuf, op, root), stream)
+        return nonblocking(self, OPERATIONS["Ireduce"], (sendbuf, recvbuf, op, root), stream)
 
     def Iallreduce(
         self, sendbuf: Spec, recvbuf: Spec, op: MPI.Op = MPI.SUM, *, stream: Stream = None
     ) -> MPI.Request:
         """Nonblocking Allreduce."""
-        if reducible(sendbuf, recvbuf):
+        if reducible(sendbuf, recvbuf, self._limits.reduce):
             try:
                 return _Iallreduce(self, sendbuf, recvbuf, op)
             except UNSERVED as error:
                 unserved(error, self, "Iallreduce", (sendbuf, recvbuf, op))
-        return execute(self, self._paths, OPERATIONS["Iallreduce"], (sendbuf, recvbuf, op), stream)
+        return nonblocking(self, OPERATIONS["Iallreduce"], (sendbuf, recvbuf, op), stream)
 
     def Ireduce_scatter_block(
         self, sendbuf: Spec, recvbuf: Spec, op: MPI.Op = MPI.SUM, *, stream: Stream = None
     ) -> MPI.Request:
         """Nonblocking Reduce_scatter_block."""
-        if reducible(sendbuf, recvbuf):
+        if reducible(sendbuf, recvbuf, self._limits.reduce):
             try:
                 return _Ireduce_scatter_block(self, sendbuf, recvbuf, op)
             except UNSERVED as error:
                 unserved(error, self, "Ireduce_scatter_block", (sendbuf, recvbuf, op))
-        return execute(self, self._paths, OPERATIONS["Ireduce_scatter_block"], (sendbuf, recvbuf, op), stream)
+        return nonblocking(self, OPERATIONS["Ireduce_scatter_block"], (sendbuf, recvbuf, op), stream)
 
     def Ireduce_scatter(
         self,
@@ -183,39 +186,37 @@ class NonblockingCollectives(_Comm):
         stream: Stream = None,
     ) -> MPI.Request:
         """Nonblocking Reduce_scatter."""
-        if reducible(sendbuf, recvbuf):
+        if reducible(sendbuf, recvbuf, self._limits.reduce):
             try:
                 return _Ireduce_scatter(self, sendbuf, recvbuf, recvcounts, op)
             except UNSERVED as error:
                 unserved(error, self, "Ireduce_scatter", (sendbuf, recvbuf, recvcounts, op))
-        return execute(
-            self, self._paths, OPERATIONS["Ireduce_scatter"], (sendbuf, recvbuf, recvcounts, op), stream
-        )
+        return nonblocking(self, OPERATIONS["Ireduce_scatter"], (sendbuf, recvbuf, recvcounts, op), stream)
 
 
 class NonblockingScans(_Intracomm):
     """The I-forms of the scans."""
 
-    _paths: Paths
+    _limits: Limits
 
     def Iscan(
         self, sendbuf: Spec, recvbuf: Spec, op: MPI.Op = MPI.SUM, *, stream: Stream = None
     ) -> MPI.Request:
         """Nonblocking Scan."""
-        if reducible(sendbuf, recvbuf):
+        if reducible(sendbuf, recvbuf, self._limits.reduce):
             try:
                 return _Iscan(self, sendbuf, recvbuf, op)
             except UNSERVED as error:
                 unserved(error, self, "Iscan", (sendbuf, recvbuf, op))
-        return execute(self, self._paths, OPERATIONS["Iscan"], (sendbuf, recvbuf, op), stream)
+        return nonblocking(self, OPERATIONS["Iscan"], (sendbuf, recvbuf, op), stream)
 
     def Iexscan(
         self, sendbuf: Spec, recvbuf: Spec, op: MPI.Op = MPI.SUM, *, stream: Stream = None
     ) -> MPI.Request:
         """Nonblocking Exscan."""
-        if reducible(sendbuf, recvbuf):
+        if reducible(sendbuf, recvbuf, self._limits.reduce):
             try:
                 return _Iexscan(self, sendbuf, recvbuf, op)
             except UNSERVED as error:
                 unserved(error, self, "Iexscan", (sendbuf, recvbuf, op))
-        return execute(self, self._paths, OPERATIONS["Iexscan"], (sendbuf, recvbuf, op), stream)
+        return nonblocking(self, OPERATIONS["Iexscan"], (sendbuf, recvbuf, op), stream)

@@ -106,9 +106,9 @@ def counter(monkeypatch):
 def ways(monkeypatch):
     """Envelopes sent and own algorithms run by this rank."""
     seen = []
-    start, run = envelopes.Outgoing.__init__, collectives._Job.run
+    start, run = envelopes.Outgoing.__init__, collectives.Job.run
     monkeypatch.setattr(envelopes.Outgoing, "__init__", lambda *a: (seen.append("envelope"), start(*a))[1])
-    monkeypatch.setattr(collectives._Job, "run", lambda *a: (seen.append("algorithm"), run(*a))[1])
+    monkeypatch.setattr(collectives.Job, "run", lambda *a: (seen.append("algorithm"), run(*a))[1])
     return seen
 
 
@@ -205,6 +205,28 @@ def test_collectives_allocate_nothing(comm, counter, ways, name, nbytes):
     assert ("algorithm" in ways) == (nbytes >= SMALLEST)
     # Scratch of own algorithms is device memory: on CUDA from CuPy's pool, which has these sizes after the first time.
     assert sum(sizes) <= (2 * nbytes if nbytes >= SMALLEST else 0)
+
+
+@pytest.mark.parametrize("several", [1, 3])
+@pytest.mark.parametrize("name", ["Iallreduce", "Ibcast", "Ialltoall"])
+def test_nonblocking_collectives_allocate_nothing(comm, counter, ways, name, several):
+    count = (4 << 20) // 4 // SIZE * SIZE
+    xs = [DEVICE.array(values(count)) for _ in range(several)]
+    ys = [DEVICE.zeros(count, np.float32) for _ in range(several)]
+
+    def start(x, y):
+        return comm.Ibcast(x, 0) if name == "Ibcast" else getattr(comm, name)(x, y)
+
+    def step():
+        for request in [start(x, y) for x, y in zip(xs, ys, strict=True)]:
+            request.Wait()
+        DEVICE.synchronize(None)
+
+    streams = len(DEVICE._streams)
+    sizes, _ = repeat(step, counter)
+    assert len(DEVICE._streams) - streams <= 2 * several + 2  # borrowed, and used again
+    assert ways.count("algorithm") == several * (WARM_UP + REPETITIONS)
+    assert sum(sizes) <= several * 8 << 20
 
 
 # -- bounded memory ------------------------------------------------------------------------------

@@ -251,6 +251,27 @@ def collectives(comm, peer):
     in_sections(comm)
 
 
+def nonblocking_collectives(comm, peer):
+    """Several under way; what is queued on the stream after the call touches other arrays. Rank 0 has a host array."""
+    for size in SIZES:
+        s, other = stream(), stream()
+        with s:
+            xs = [queued(ramp(size, 20.0 * i + comm.rank), s) for i in range(3)]
+            ys, z = [DEVICE.empty(size) for _ in xs], DEVICE.empty(size)
+            for y in ys:
+                DEVICE.fill(y, -21.0, s)
+            mixed = ramp(size, 40.0) if comm.rank == 0 else xs[2]
+            requests = [comm.Iallreduce(xs[0], ys[0]), comm.Ibcast(xs[1], 1), comm.Iallreduce(mixed, ys[2])]
+            DEVICE.fill(z, -22.0, s)
+            for i in (1, 0, 2):
+                requests[i].Wait()
+                if i != 1:
+                    DEVICE.fill(xs[i], -23.0, s)
+                    check(f"Iallreduce {size} among others, another stream", ys[i], 2 * ramp(size, 20 * i + 0.5), other)
+            check(f"Ibcast {size} among others, another stream", xs[1], ramp(size, 21.0), other)
+            check(f"work after nonblocking collectives {size}", z, np.full(size, -22.0), s)
+
+
 def in_sections(comm):
     """As on two nodes: messages of several sections are on their way at the same time."""
     choose, layout = own_collectives.choose, own_collectives._layout
@@ -595,9 +616,9 @@ def main():
     require("this needs two ranks", comm.size == 2)
     peer = 1 - comm.rank
     for case in (
-        blocking_both_ways, sendrecv, two_streams, collectives, blocks, layouts, mixed_ends, many_in_a_row,
-        large_in_a_row, broadcasts_in_a_row, nonblocking, completion, persistent, in_objects, other_ends_of_envelopes,
-        exchanges_after_a_probe, error_between, error_in_a_slot, error_before_an_envelope,
+        blocking_both_ways, sendrecv, two_streams, collectives, nonblocking_collectives, blocks, layouts, mixed_ends,
+        many_in_a_row, large_in_a_row, broadcasts_in_a_row, nonblocking, completion, persistent, in_objects,
+        other_ends_of_envelopes, exchanges_after_a_probe, error_between, error_in_a_slot, error_before_an_envelope,
     ):  # fmt: skip
         case(comm, peer)
     hits = nothing_is_left()

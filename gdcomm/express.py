@@ -3,7 +3,7 @@
 Both ends know what a collective sends: order, sizes and places. So where two ranks share memory no envelope, matching
 or request is needed. A pair of ranks has one box for each direction, which stays with it from the first message on,
 and each message is so many chunks more. Messages that are not large gain most: what is left of their cost is that of
-two copies and of waiting for them. What is to be reduced is not even copied to the GPU: a kernel reads the slot.
+two copies and of waiting for them.
 """
 
 from __future__ import annotations
@@ -12,18 +12,16 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from gdcomm.arenas import Box, Peer
 from gdcomm.devices.base import Buffer, Device, Event
 from gdcomm.envelopes import SLOTS, Channel, Pump
 from gdcomm.patience import moved
 from gdcomm.targets import fetch
 
-__all__ = ["Express", "Receiving", "Reduction", "Sending"]
+__all__ = ["Express", "Receiving", "Sending"]
 
 
-_ALIGNED = 4096  # bytes: chunks hold whole elements, and begin where kernels read fastest
+_ALIGNED = 4096  # bytes: chunks begin at pages
 
 
 class _Piece(NamedTuple):
@@ -51,7 +49,6 @@ class Sending(Pump):
 
     def __init__(self, box: Box, buffers: Sequence[Buffer]) -> None:
         self._box, self._left = box, deque(_cut(buffers))
-        self._start = box.produced
         self._goal = box.produced + len(self._left)
         self._copying: deque[Event] = deque()
 
@@ -69,31 +66,6 @@ class Sending(Pump):
             moved()
         return consumed == self._goal
 
-    @property
-    def copied(self) -> int:
-        """How many chunks are in their slots."""
-        return self._box.produced - self._start
-
-
-class Reduction(NamedTuple):
-    """What becomes of the elements that come: an operator joins them with those of the buffers.
-
-    Args:
-        op: MPI's name of it.
-        lower: whether what comes is its first operand.
-    """
-
-    op: str
-    lower: bool
-
-    def fetch(self, into: Buffer, memory: np.ndarray, offset: int) -> Event:
-        """Queue the reduction of a chunk in a slot, which kernels reach; the event tells when it may be used again."""
-        device, shape = into.device, (memory.nbytes // into.dtype.itemsize,)
-        piece = into._replace(ptr=into.ptr + offset, nbytes=memory.nbytes, shape=shape)
-        coming = piece._replace(ptr=memory.ctypes.data, owner=memory)
-        device.reduce(self.op, piece, *((coming, piece) if self.lower else (piece, coming)))
-        return device.record(into.stream)
-
 
 class Receiving(Pump):
     """Messages on their way from one rank.
@@ -101,40 +73,24 @@ class Receiving(Pump):
     Args:
         peer: stays with the pair; its earlier messages are through.
         buffers: contiguous, one for each message.
-        reduction: what they are for; None: they are put in the buffers.
     """
 
-    def __init__(self, peer: Peer, buffers: Sequence[Buffer], reduction: Reduction | None = None) -> None:
-        self._peer, self._left, self._reduction = peer, deque(_cut(buffers)), reduction
-        self._chunks = len(self._left)
-        self._after: Sending | None = None
+    def __init__(self, peer: Peer, buffers: Sequence[Buffer]) -> None:
+        self._peer, self._left = peer, deque(_cut(buffers))
         self._fetching: deque[Event] = deque()
         peer.accept(len(self._left))
 
-    def follow(self, sending: Sending) -> None:
-        """Write a chunk only after another pump, which sends the same buffers, has read it."""
-        self._after = sending
-
     def query(self) -> bool:
         """Take the chunks that are there; True when all are in place."""
-        peer, reduction = self._peer, self._reduction
-        while self._left and self._free() and (memory := peer.take()) is not None:
+        peer = self._peer
+        while self._left and (memory := peer.take()) is not None:
             buffer, offset, nbytes = self._left.popleft()
-            if reduction is None:
-                event = fetch(buffer, peer.arena, memory[:nbytes], offset)
-            else:
-                event = reduction.fetch(buffer, memory[:nbytes], offset)
-            self._fetching.append(event)
+            self._fetching.append(fetch(buffer, peer.arena, memory[:nbytes], offset))
         while self._fetching and self._fetching[0].query():
             self._fetching.popleft()
             peer.consume()
             moved()
         return not (self._left or self._fetching)
-
-    def _free(self) -> bool:
-        """Whether the next chunk may be written over what is there."""
-        after = self._after
-        return after is None or after.copied > self._chunks - len(self._left)
 
 
 class Express:
@@ -167,21 +123,10 @@ class Express:
         box = self._boxes[dest]
         return None if box is None else Sending(box, buffers)
 
-    def receive(
-        self, source: int, buffers: Sequence[Buffer], reduction: Reduction | None = None
-    ) -> Receiving | None:
+    def receive(self, source: int, buffers: Sequence[Buffer]) -> Receiving | None:
         """Receive messages from a rank of the shadow; None if they come another way."""
         peer = self._peers[source]
-        return None if peer is None else Receiving(peer, buffers, reduction)
-
-    def sends(self, dest: int) -> bool:
-        """Whether messages to a rank of the shadow go this way."""
-        return self._boxes[dest] is not None
-
-    def reaches(self, source: int, device: Device) -> bool:
-        """Whether kernels can read what comes from a rank of the shadow."""
-        peer = self._peers[source]
-        return peer is not None and peer.arena.lock(device)
+        return None if peer is None else Receiving(peer, buffers)
 
     def __del__(self) -> None:
         """Give the boxes back: the communicator is gone."""

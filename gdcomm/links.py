@@ -11,11 +11,11 @@ import numpy as np
 from mpi4py import MPI
 
 from gdcomm.algorithms.link import Link
-from gdcomm.algorithms.steps import Flight, Steps
+from gdcomm.algorithms.steps import Flight
 from gdcomm.devices.base import Buffer, Device
 from gdcomm.envelopes import Channel, Pump
 from gdcomm.execution import execute
-from gdcomm.express import Express, Receiving, Reduction
+from gdcomm.express import Express
 from gdcomm.memory.pinned import pool_of
 from gdcomm.operations import OPERATIONS
 from gdcomm.paths import Paths
@@ -163,49 +163,17 @@ class DeviceLink(Link):
     def transfer(
         self, sends: Sequence[tuple[DeviceVector, int]], recvs: Sequence[tuple[DeviceVector, int]]
     ) -> Flight:
-        return self._begin(sends, recvs, None)
-
-    def transfer_reduce(
-        self, sends: Sequence[tuple[DeviceVector, int]], intos: Sequence[tuple[DeviceVector, int]], *, lower: bool
-    ) -> Steps:
-        """As `Link` does; what comes through boxes that kernels reach is reduced from there."""
-        express, peer = self._express, self._comm._channel.peer
-        if express is not None and (
-            all(express.reaches(peer(self._ranks[source]), into.buffer.device) for into, source in intos)
-            and all(express.sends(peer(self._ranks[dest])) for _, dest in sends)
-        ):
-            yield self._begin(sends, intos, Reduction(self._op, lower))
-        else:
-            yield from super().transfer_reduce(sends, intos, lower=lower)
-
-    def _begin(
-        self,
-        sends: Sequence[tuple[DeviceVector, int]],
-        recvs: Sequence[tuple[DeviceVector, int]],
-        reduction: Reduction | None,
-    ) -> Flight:
-        """Begin messages; those that come are reduced if all ends are boxes, and one says how."""
         pumps: list[Pump] = []
         requests: list[MPI.Request] = []
         side = _beside(sends, recvs)
         flight = _Messages(pumps, requests, side)
-        express, peer = self._express, self._comm._channel.peer
-        receiving: dict[tuple[int, int], Receiving] = {}
-        for rank, buffers in self._by_rank(recvs, None).items():
-            coming = express and express.receive(peer(rank), buffers, reduction)
-            if coming:
-                pumps.append(coming)
-                receiving[rank, buffers[0].ptr] = coming
-            else:
-                requests += [self._start("Irecv", buffer, rank) for buffer in buffers]
-        for rank, buffers in self._by_rank(sends, side and side.stream).items():
-            going = express and express.send(peer(rank), buffers)
-            if going:
-                pumps.append(going)
-                if (same := receiving.get((rank, buffers[0].ptr))) is not None:
-                    same.follow(going)
-            else:
-                requests += [self._start("Isend", buffer, rank) for buffer in buffers]
+        for name, messages, stream in (("Irecv", recvs, None), ("Isend", sends, side and side.stream)):
+            for rank, buffers in self._by_rank(messages, stream).items():
+                pump = self._pump(name, rank, buffers)
+                if pump is not None:
+                    pumps.append(pump)
+                else:
+                    requests += [self._start(name, buffer, rank) for buffer in buffers]
         return flight
 
     def apart(self, lane: int) -> DeviceLink:
@@ -224,6 +192,12 @@ class DeviceLink(Link):
                 buffer = vector.buffer if stream is None else vector.buffer._replace(stream=stream)
                 found.setdefault(self._ranks[rank], []).append(buffer)
         return found
+
+    def _pump(self, name: str, rank: int, buffers: Sequence[Buffer]) -> Pump | None:
+        if self._express is None:
+            return None
+        peer = self._comm._channel.peer(rank)
+        return (self._express.send if name == "Isend" else self._express.receive)(peer, buffers)
 
     def _start(self, name: str, buffer: Buffer, rank: int) -> MPI.Request:
         arguments = [_bytes(buffer)], rank, self._tag

@@ -896,9 +896,6 @@ def test_many_short_copies_are_one_kernel(comm, ran, monkeypatch, fewest):
     assert (DEVICE.stats.get("batches", 0) > batches) == (fewest == 1)
 
 
-# -- kernels that read slots ----------------------------------------------------------------------
-
-
 def test_what_is_reduced_into_has_been_sent_before(comm):
     """Each rank sends the vector that it reduces into: no chunk may be written before it has left."""
     count = (5 << 20) // 8 + 3  # chunks on a stream of their own
@@ -909,26 +906,3 @@ def test_what_is_reduced_into_has_been_sent_before(comm):
                 time.sleep(0.02)  # what the others send is there first
             comm.Allreduce(x, y)
             np.testing.assert_array_equal(DEVICE.asnumpy(y), sum(values(count, rank) for rank in range(SIZE)))
-
-
-@pytest.mark.parametrize("name", ["Allreduce", "Reduce", "Reduce_scatter_block"])
-def test_kernels_read_what_comes_from_its_slot(comm, name, monkeypatch):
-    taken = []
-    scratch = links.DeviceLink.scratch
-
-    def counted(self, count, like):
-        taken.append(count)
-        return scratch(self, count, like)
-
-    monkeypatch.setattr(links.DeviceLink, "_landed", counted)
-    x, y = device(values(70_000 * SIZE)), DEVICE.empty(70_000 * SIZE, "<f8")
-    arguments = [x, y] if name != "Reduce_scatter_block" else [x, y[:70_000]]
-    getattr(comm, name)(*arguments)
-    assert not taken
-    total = sum(values(70_000 * SIZE, rank) for rank in range(SIZE))
-    if name == "Allreduce":
-        np.testing.assert_array_equal(DEVICE.asnumpy(y), total)
-    elif name == "Reduce_scatter_block":
-        np.testing.assert_array_equal(DEVICE.asnumpy(y[:70_000]), total[70_000 * RANK : 70_000 * (RANK + 1)])
-    elif RANK == 0:
-        np.testing.assert_array_equal(DEVICE.asnumpy(y), total)

@@ -192,9 +192,8 @@ class CudaKernels(Kernels):
         try:
             return int(spare.pop())
         except IndexError:
-            stream = cupy.cuda.Stream(non_blocking=True)
-            _made_streams.append(stream)
-            return int(stream.ptr)
+            # Never destroyed: memory pools know streams by their handles.
+            return int(runtime.streamCreateWithPriority(_NON_BLOCKING, _FIRST))
 
     def return_stream(self, stream: Any) -> None:
         _spare_streams.setdefault(cupy.cuda.get_device_id(), []).append(stream)
@@ -207,7 +206,8 @@ class CudaKernels(Kernels):
 
 
 _spare_streams: dict[int, list[int]] = {}  # by GPU
-_made_streams: list[Any] = []  # never destroyed: memory pools know streams by their handles
+_NON_BLOCKING = 1
+_FIRST = -100  # CUDA takes the highest priority that there is: reductions must not wait for all of a program's kernels
 
 
 @functools.cache

@@ -159,7 +159,6 @@ class _Collective:
         self, comm: Any, operation: Operation, blocking: Operation, arguments: tuple[Any, ...], stream: Any
     ) -> None:
         channel: Channel = comm._channel
-        rank = comm.Get_rank()
         self._operation, self._arguments, self._paths = operation, arguments, comm._paths
         self._least = getattr(comm._limits, blocking.group)
         self._question, self._answer = np.zeros((2, 5), np.int64)  # held here: mpi4py's Iallreduce does not
@@ -169,9 +168,9 @@ class _Collective:
         self._plan: Plan | None = None
         self._call: Call | None = None
         try:
-            self._borrow(blocking, rank, stream)
+            self._borrow(comm, blocking, stream)
             if self._device is not None:
-                self._call = Call(blocking, arguments, self._side, channel.size, rank, operation.name)
+                self._call = Call(blocking, arguments, self._side, channel.size, comm.Get_rank(), operation.name)
             self._way = None if self._call is None else WAYS[blocking.name](self._call)
             if self._way is None:  # it will be MPI's: what is wrong with it is to be said now
                 self._plan = prepare(comm, comm._paths, operation, arguments, self._side)
@@ -181,12 +180,10 @@ class _Collective:
         self._queue: _Queue = channel.notes.get("queue") or channel.notes.setdefault("queue", _Queue(channel))
         self._steps = self._run()
 
-    def _borrow(self, blocking: Operation, rank: int, stream: Any) -> None:
+    def _borrow(self, comm: Any, blocking: Operation, stream: Any) -> None:
         """Borrow a stream that comes after the user's."""
-        absent = -1
-        if blocking.root_side and rank != self._arguments[blocking.root]:
-            absent = getattr(blocking, blocking.root_side)
-        arrays = [split_spec(self._arguments[position])[0] for position in blocking.buffers if position != absent]
+        spare = blocking.spare(comm, self._arguments)
+        arrays = [split_spec(self._arguments[position])[0] for position in blocking.buffers if position != spare]
         found = [buffer for array in arrays if array is not None and (buffer := devices.find(array, stream))]
         if found:
             self._device = device = found[0].device

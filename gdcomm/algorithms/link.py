@@ -58,8 +58,9 @@ class Link(ABC):
             lower: whether what comes is the contribution of lower ranks: `coming op into`, else `into op coming`.
         """
         incoming, start = [], 0
+        count = sum(len(into) for into, _ in intos)
+        landing: Vector = self._landed(count, intos[0][0]) if intos else None
         for into, source in intos:
-            landing = self._landed(sum(len(vector) for vector, _ in intos), into)
             incoming.append((landing[start : start + len(into)], source))
             start += len(into)
         yield self.transfer(sends, incoming)

@@ -9,7 +9,7 @@ import weakref
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import DEVICE
+from conftest import DEVICE, completes
 from mpi4py import MPI
 
 import gdcomm
@@ -260,16 +260,6 @@ def test_completion_in_another_order_than_the_calls(comm):
 
 
 # -- streams ---------------------------------------------------------------------------------------
-
-
-def completes(request):
-    """Whether the request completes by gdcomm's thread alone: mpi4py's own method drives nothing."""
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        if MPI.Request.Get_status(request):
-            return True
-        time.sleep(1e-3)
-    return False
 
 
 @pytest.mark.parametrize("name", ["Iallreduce", "Ibcast", "Ialltoall"])

@@ -8,13 +8,12 @@ does not depend on how late the device is.
 from __future__ import annotations
 
 import gc
-import time
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from conftest import DEVICE
+from conftest import DEVICE, completes
 from mpi4py import MPI
 
 import gdcomm
@@ -281,16 +280,6 @@ def busy():
     assert not ran
     stream.synchronize()
     assert ran
-
-
-def completes(request):
-    """Whether the request completes by gdcomm's thread alone: mpi4py's own method drives nothing."""
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        if MPI.Request.Get_status(request):
-            return True
-        time.sleep(1e-3)
-    return False
 
 
 @pytest.mark.parametrize("nbytes", [1 << 10, 3 << 20])

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from gdcomm.devices.base import Device
+from gdcomm.devices.memory import address_of
 from gdcomm.errors import DeviceError
 from gdcomm.fences import Fence, open_fence
 from gdcomm.memory.registered import registry_of
@@ -41,7 +42,6 @@ _NBYTES = _CONTROL + SLOTS * SLOT
 _FIRST_BOX = 4096
 _WORDS = 16  # of a box, in two cache lines: one that the receiver writes, one that the sender writes
 _ACCEPTED, _CONSUMED, _PRODUCED, _RING = 0, 1, 8, 9
-_Array = np.ndarray[Any, Any]
 _T = TypeVar("_T")
 
 
@@ -83,6 +83,7 @@ class Arena:
         self._boxes = boxes.view(np.uint64).reshape(BOXES, _WORDS)
         self._data = memory[_CONTROL:]
         self.slots = self._data.reshape(SLOTS, SLOT)
+        self.addresses = [address_of(slot) for slot in self.slots]
         self._locked: dict[int, bool] = {}  # by device
         self._lock = threading.Lock()
 
@@ -98,9 +99,9 @@ class Arena:
                     self._locked[key] = False
             return self._locked[key]
 
-    def words(self, box: int) -> _Array:
-        """A box's numbers."""
-        return self._boxes[box]
+    def words(self, box: int) -> memoryview:
+        """A box's numbers. Not as an array: one of its elements takes three times as long to read."""
+        return memoryview(self._boxes[box])
 
 
 class _Own(Arena):
@@ -139,27 +140,28 @@ class Box:
     """
 
     def __init__(self, arena: _Own, number: int) -> None:
-        self._arena, self.number = arena, number
+        self.arena, self.number = arena, number
         self._words = arena.words(number)
-        self._words[:] = 0
+        for word in range(_WORDS):
+            self._words[word] = 0
         self._fence = arena.fence
         self._held: list[int] = []  # slots of chunks that are not consumed, in order
         self.produced = self._consumed = 0
 
-    def take(self) -> _Array | None:
-        """A slot for the next chunk; None if there is none now."""
-        if len(self._held) == PER_MESSAGE or self._consumed + len(self._held) == int(self._words[_ACCEPTED]):
+    def take(self) -> int | None:
+        """A slot of the arena for the next chunk; None if there is none now."""
+        if len(self._held) == PER_MESSAGE or self._consumed + len(self._held) == self._words[_ACCEPTED]:
             return None
         try:
-            slot = self._arena.free_slots.pop()
+            slot = self.arena.free_slots.pop()
         except IndexError:
-            if self._arena.lost == SLOTS:
+            if self.arena.lost == SLOTS:
                 raise DeviceError(
                     "all slots of this process are lost to messages that were broken off; start it again"
                 ) from None
             return None
         self._held.append(slot)
-        return self._arena.slots[slot]
+        return slot
 
     def produce(self) -> None:
         """The oldest chunk that was not told yet is in its slot."""
@@ -170,11 +172,12 @@ class Box:
 
     def consumed(self) -> int:
         """How many chunks the receiver is done with."""
-        count = int(self._words[_CONSUMED])
-        self._fence()  # nothing goes to a slot before
-        for _ in range(count - self._consumed):
-            self._arena.free_slots.append(self._held.pop(0))
-        self._consumed = count
+        count = self._words[_CONSUMED]
+        if count != self._consumed:
+            self._fence()  # nothing goes to a slot before
+            for _ in range(count - self._consumed):
+                self.arena.free_slots.append(self._held.pop(0))
+            self._consumed = count
         return count
 
     def close(self, through: bool) -> None:
@@ -185,9 +188,9 @@ class Box:
                 its slots: the receiver may still use it.
         """
         if through and not self._held:
-            self._arena.give_back(self.number)
+            self.arena.give_back(self.number)
         else:
-            self._arena.lost += len(self._held)
+            self.arena.lost += len(self._held)
 
 
 class Peer:
@@ -209,14 +212,14 @@ class Peer:
         self._accepted += chunks
         self._words[_ACCEPTED] = self._accepted
 
-    def take(self) -> _Array | None:
-        """The slot of the next chunk; None if it is not there yet."""
-        if self._taken == int(self._words[_PRODUCED]):
+    def take(self) -> int | None:
+        """The slot of the sender's arena that holds the next chunk; None if it is not there yet."""
+        if self._taken == self._words[_PRODUCED]:
             return None
         self._fence()  # the slot's number and its data are read after
-        slot = int(self._words[_RING + self._taken % PER_MESSAGE])
+        slot = self._words[_RING + self._taken % PER_MESSAGE]
         self._taken += 1
-        return self.arena.slots[slot]
+        return slot
 
     def consume(self) -> None:
         """The oldest chunk that was not told yet is out of its slot."""

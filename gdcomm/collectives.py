@@ -99,6 +99,7 @@ def _by_algorithm(
     found = _job(comm, channel, call, nbytes)
     try:
         finish(way.work(found))
+        found.link.settle()
         call.finish()
     except BufferSpecError:  # raised on all ranks before anything was sent
         raise
@@ -266,7 +267,7 @@ def _job(comm: Any, channel: Channel, call: Call, nbytes: int) -> Job:
         if express is None:
             express = channel.notes["express"] = Express(channel, call.device)
             express.hear(MPI.Intracomm.alltoall(comm, express.told))
-    link = DeviceLink(channel, comm._paths, tag, range(call.ranks), call.rank, call.op, express)
+    link = DeviceLink(channel, comm._paths, tag, call.rank, call.op, express)
     return job(comm, channel, call, nbytes, link)
 
 

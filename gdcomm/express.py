@@ -4,97 +4,63 @@ Both ends know what a collective sends: order, sizes and places. So where two ra
 or request is needed. A pair of ranks has one box for each direction, which stays with it from the first message on,
 and each message is so many chunks more. Messages that are not large gain most: what is left of their cost is that of
 two copies and of waiting for them.
+
+Nobody waits for more than the next step needs. A message is sent when the receiver was told of its last chunk, and
+received when the copy of its last chunk to the device is queued, since what comes next is queued behind it. That a slot
+is free again is told when the copy out of it is done: at any later look at the messages, at the latest by `settle`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 from gdcomm.arenas import Box, Peer
-from gdcomm.devices.base import Buffer, Device, Event
-from gdcomm.envelopes import SLOTS, Channel, Pump
-from gdcomm.patience import moved
-from gdcomm.targets import fetch
+from gdcomm.devices.base import Device, Event
+from gdcomm.envelopes import SLOTS, Channel
+from gdcomm.patience import Patience, moved
 
-__all__ = ["Express", "Receiving", "Sending"]
+__all__ = ["Express"]
 
-
+_RATE = SLOTS._replace(latency=1e-5)
 _ALIGNED = 4096  # bytes: chunks begin at pages
 
 
-class _Piece(NamedTuple):
-    buffer: Buffer
-    offset: int
-    nbytes: int
+@functools.lru_cache(4096)
+def _cut(nbytes: int) -> list[tuple[int, int]]:
+    """Offset and bytes of the chunks of a message, which are of one size; the same at both ends."""
+    number = -(-nbytes // _RATE.chunk(nbytes))
+    chunk = -(-nbytes // number // _ALIGNED) * _ALIGNED
+    return [(at, min(chunk, nbytes - at)) for at in range(0, nbytes, chunk)]
 
 
-def _cut(buffers: Sequence[Buffer]) -> list[_Piece]:
-    """The chunks of messages, one message after another; the same at both ends."""
-    pieces = []
-    for buffer in buffers:
-        chunk = SLOTS.chunk(buffer.nbytes) // _ALIGNED * _ALIGNED
-        pieces += [_Piece(buffer, at, min(chunk, buffer.nbytes - at)) for at in range(0, buffer.nbytes, chunk)]
-    return pieces
-
-
-class Sending(Pump):
-    """Messages on their way to one rank.
+class _Left:
+    """What is left of the messages to or from one rank, in order.
 
     Args:
-        box: stays with the pair; its earlier messages are through.
-        buffers: contiguous, one for each message.
+        device, stream: of their memory.
     """
 
-    def __init__(self, box: Box, buffers: Sequence[Buffer]) -> None:
-        self._box, self._left = box, deque(_cut(buffers))
-        self._goal = box.produced + len(self._left)
-        self._copying: deque[Event] = deque()
+    __slots__ = ("chunks", "device", "stream")
 
-    def query(self) -> bool:
-        """Copy what there are slots for, tell of what is copied; True when the receiver has everything."""
-        box = self._box
-        consumed = box.consumed()
-        while self._left and (memory := box.take()) is not None:
-            buffer, offset, nbytes = self._left.popleft()
-            buffer.device.to_host(memory[:nbytes], buffer, offset)
-            self._copying.append(buffer.device.record(buffer.stream))
-        while self._copying and self._copying[0].query():
-            self._copying.popleft()
-            box.produce()
-            moved()
-        return consumed == self._goal
+    def __init__(self, device: Device, stream: Any) -> None:
+        self.device, self.stream = device, stream
+        self.chunks: deque[tuple[int, int]] = deque()  # address and bytes of each
 
-
-class Receiving(Pump):
-    """Messages on their way from one rank.
-
-    Args:
-        peer: stays with the pair; its earlier messages are through.
-        buffers: contiguous, one for each message.
-    """
-
-    def __init__(self, peer: Peer, buffers: Sequence[Buffer]) -> None:
-        self._peer, self._left = peer, deque(_cut(buffers))
-        self._fetching: deque[Event] = deque()
-        peer.accept(len(self._left))
-
-    def query(self) -> bool:
-        """Take the chunks that are there; True when all are in place."""
-        peer = self._peer
-        while self._left and (memory := peer.take()) is not None:
-            buffer, offset, nbytes = self._left.popleft()
-            self._fetching.append(fetch(buffer, peer.arena, memory[:nbytes], offset))
-        while self._fetching and self._fetching[0].query():
-            self._fetching.popleft()
-            peer.consume()
-            moved()
-        return not (self._left or self._fetching)
+    def add(self, address: int, nbytes: int) -> int:
+        """Add a message; how many chunks it is."""
+        cut = _cut(nbytes)
+        for offset, size in cut:
+            self.chunks.append((address + offset, size))
+        return len(cut)
 
 
 class Express:
     """The boxes of one communicator's collectives: one to and one from each rank that shares memory with this one.
+
+    The messages of one step are under way at a time. All that a collective receives goes to one stream.
 
     Args:
         channel: the communicator's.
@@ -111,6 +77,10 @@ class Express:
         self._boxes = {peer: None if peer == shadow.rank else shadow.box(peer, device) for peer in peers}
         self.told = [0 if box is None else box.number + 1 for box in self._boxes.values()]
         self._peers: dict[int, Peer | None] = {}
+        self._sending: dict[Box, _Left] = {}
+        self._coming: dict[Peer, _Left] = {}
+        self._copying: deque[tuple[Event, Box]] = deque()  # chunks on their way to slots
+        self._fetching: deque[tuple[Event, Peer]] = deque()  # chunks on their way out of slots
 
     def hear(self, numbers: Sequence[int]) -> None:
         """Take what the ranks told this one."""
@@ -118,15 +88,88 @@ class Express:
             address = self._arenas[peer]
             self._peers[peer] = Peer(address, number - 1) if number and address is not None else None
 
-    def send(self, dest: int, buffers: Sequence[Buffer]) -> Sending | None:
-        """Send messages to a rank of the shadow; None if they must go another way."""
-        box = self._boxes[dest]
-        return None if box is None else Sending(box, buffers)
+    def send(self, dest: int, address: int, nbytes: int, device: Device, stream: Any) -> bool:
+        """Begin to send to a rank of the shadow; False if the message must go another way.
 
-    def receive(self, source: int, buffers: Sequence[Buffer]) -> Receiving | None:
-        """Receive messages from a rank of the shadow; None if they come another way."""
+        Args:
+            dest: the rank.
+            address, nbytes: of the message, which is not empty.
+            device, stream: of its memory.
+        """
+        box = self._boxes[dest]
+        if box is None:
+            return False
+        left = self._sending.get(box)
+        if left is None:
+            left = self._sending[box] = _Left(device, stream)
+        left.add(address, nbytes)
+        return True
+
+    def receive(self, source: int, address: int, nbytes: int, device: Device, stream: Any) -> bool:
+        """Begin to receive from a rank of the shadow; arguments and result as `send` has them."""
         peer = self._peers[source]
-        return None if peer is None else Receiving(peer, buffers)
+        if peer is None:
+            return False
+        left = self._coming.get(peer)
+        if left is None:
+            left = self._coming[peer] = _Left(device, stream)
+            peer.arena.lock(device)  # if that fails, the driver's detour is slow, and as right
+        peer.accept(left.add(address, nbytes))
+        return True
+
+    def advance(self) -> bool:
+        """Go on as far as that needs no waiting; True when everything is sent and received."""
+        for box, left in tuple(self._sending.items()):
+            self._fill(box, left)
+            if not left.chunks:
+                del self._sending[box]
+        for peer, left in tuple(self._coming.items()):
+            self._empty(peer, left)
+            if not left.chunks:
+                del self._coming[peer]
+        self._tell()
+        return not (self._sending or self._coming or self._copying)
+
+    def _fill(self, box: Box, left: _Left) -> None:
+        """Copy as many chunks to slots as there are slots."""
+        box.consumed()
+        device, stream, addresses = left.device, left.stream, box.arena.addresses
+        while left.chunks and (slot := box.take()) is not None:
+            address, nbytes = left.chunks.popleft()
+            device.copy(addresses[slot], address, nbytes, stream)
+            self._copying.append((device.record(stream), box))
+
+    def _empty(self, peer: Peer, left: _Left) -> None:
+        """Copy the chunks that are there out of their slots."""
+        device, stream, addresses = left.device, left.stream, peer.arena.addresses
+        while left.chunks and (slot := peer.take()) is not None:
+            address, nbytes = left.chunks.popleft()
+            device.copy(address, addresses[slot], nbytes, stream)
+            self._fetching.append((device.record(stream), peer))
+            moved()
+
+    def _tell(self) -> None:
+        """Tell the others of copies that are done."""
+        copying, fetching = self._copying, self._fetching
+        while copying and copying[0][0].query():
+            copying.popleft()[1].produce()
+            moved()
+        while fetching and fetching[0][0].query():
+            fetching.popleft()[1].consume()
+            moved()
+
+    def settled(self) -> bool:
+        """Whether all slots are free again that this rank sent or received through; it goes on until they are."""
+        self._tell()
+        return not self._fetching and all(
+            box is None or box.consumed() == box.produced for box in self._boxes.values()
+        )
+
+    def settle(self) -> None:
+        """Wait until `settled`: the collective ends here, and nobody looks any more."""
+        patience = Patience(looks=200)
+        while not self.settled():
+            patience.pause()
 
     def __del__(self) -> None:
         """Give the boxes back: the communicator is gone."""

@@ -175,11 +175,12 @@ class OutSlots:
     """
 
     def __init__(self, box: Box) -> None:
-        self._box = box
+        self._box, self._slots = box, box.arena.slots
         self._patience = Patience()
 
     def take(self) -> _Array | None:
-        return self._box.take()
+        slot = self._box.take()
+        return None if slot is None else self._slots[slot]
 
     def send(self, nbytes: int) -> None:
         self._box.produce()
@@ -216,7 +217,7 @@ class InSlots:
             if slot is None:
                 break
             offset, nbytes = self._pieces.piece(self._taken)
-            self._fetching.append(self._target.fetch(self._peer.arena, slot[:nbytes], offset))
+            self._fetching.append(self._target.fetch(self._peer.arena, self._peer.arena.slots[slot][:nbytes], offset))
             self._taken += 1
             moved()
         while self._fetching and (self._fetching[0] is None or self._fetching[0].query()):

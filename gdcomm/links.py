@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -13,13 +13,12 @@ from mpi4py import MPI
 from gdcomm.algorithms.link import Link
 from gdcomm.algorithms.steps import Flight
 from gdcomm.devices.base import Buffer, Device
-from gdcomm.envelopes import Channel, Pump
+from gdcomm.envelopes import Channel
 from gdcomm.execution import execute
 from gdcomm.express import Express
 from gdcomm.memory.pinned import pool_of
 from gdcomm.operations import OPERATIONS
 from gdcomm.paths import Paths
-from gdcomm.patience import Patience
 from gdcomm.requests import Request, progress
 from gdcomm.transfer.copy import keep
 
@@ -33,31 +32,35 @@ class DeviceVector:
     """Contiguous elements in device memory.
 
     Args:
-        buffer: contiguous.
+        array: a contiguous array.
+        ptr: address of the first element in it; None: its own.
+        count: elements from there on.
     """
 
-    __slots__ = ("buffer",)
+    __slots__ = ("array", "count", "dtype", "ptr")
 
-    def __init__(self, buffer: Buffer) -> None:
-        self.buffer = buffer
+    def __init__(self, array: Buffer, ptr: int | None = None, count: int = 0) -> None:
+        self.array, self.dtype = array, array.dtype
+        if ptr is None:
+            self.ptr, self.count = array.ptr, array.nbytes // array.dtype.itemsize
+        else:
+            self.ptr, self.count = ptr, count
 
     def __len__(self) -> int:
-        return self.buffer.nbytes // self.buffer.dtype.itemsize
+        return self.count
 
     def __getitem__(self, part: slice) -> DeviceVector:
-        start, stop, _ = part.indices(len(self))
-        itemsize, count = self.buffer.dtype.itemsize, max(stop - start, 0)
-        return DeviceVector(
-            self.buffer._replace(ptr=self.buffer.ptr + start * itemsize, nbytes=count * itemsize, shape=(count,))
-        )
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.buffer.dtype
+        start, stop, _ = part.indices(self.count)
+        return DeviceVector(self.array, self.ptr + start * self.dtype.itemsize, max(stop - start, 0))
 
     @property
     def nbytes(self) -> int:
-        return self.buffer.nbytes
+        return self.count * self.dtype.itemsize
+
+    @property
+    def buffer(self) -> Buffer:
+        """The elements as an array."""
+        return self.array._replace(ptr=self.ptr, nbytes=self.nbytes, shape=(self.count,))
 
 
 class Hidden(MPI.Intracomm):
@@ -76,52 +79,32 @@ class Hidden(MPI.Intracomm):
         self._channel, self._paths = channel, paths
 
 
-class _Side(NamedTuple):
-    """A borrowed stream."""
-
-    device: Device
-    stream: Any
-
-
 class _Messages(Flight):
     """Messages of one step.
 
     Args:
-        pumps: of those that go through the boxes of an `Express`.
+        express: has those that go by it; None: there are none.
         requests: of the others.
-        side: a stream to be given back.
     """
 
-    def __init__(self, pumps: list[Pump], requests: list[MPI.Request], side: _Side | None) -> None:
-        self._pumps, self._requests, self._side = pumps, requests, side
+    def __init__(self, express: Express | None, requests: list[MPI.Request]) -> None:
+        self._express, self._requests = express, requests
 
     def test(self) -> bool:
-        self._pumps = [pump for pump in self._pumps if not pump.query()]
+        if self._express is not None and not self._express.advance():
+            return False
         if self._requests and Request.Testall(self._requests):
             self._requests = []
-        if self._pumps or self._requests:
-            return False
-        self._close()
-        return True
+        return not self._requests
 
     def wait(self) -> None:
-        patience = Patience(looks=200)
-        while self._pumps:
-            self._pumps = [pump for pump in self._pumps if not pump.query()]
-            if self._pumps:
-                patience.pause()
-        Request.Waitall(self._requests)
-        self._close()
-
-    def _close(self) -> None:
-        if self._side is not None:
-            self._side.device.return_stream(self._side.stream)
-            self._side = None
-
-    __del__ = _close  # after an error, too
+        if self._express is None:
+            Request.Waitall(self._requests)
+        else:  # also while only requests are left: slots of earlier messages are to come back
+            super().wait()
 
     def watched(self) -> AbstractContextManager[None]:
-        return progress.driven()
+        return progress.driven() if self._requests else nullcontext()
 
 
 class DeviceLink(Link):
@@ -131,8 +114,7 @@ class DeviceLink(Link):
         channel: of the communicator.
         paths: the path of its point-to-point messages.
         tag: of its messages; with `LANES - 1` more for links apart, no other communicator of these ranks has it.
-        ranks: of the communicator, those that the link joins.
-        rank: this one's place among them.
+        rank: this one's place among the communicator's.
         op: MPI's name of the operator, "" if nothing is reduced.
         express: for messages between ranks of a node; None: all go as others do.
         comm: a communicator of these ranks that is the link's alone; None: the family's hidden one, where ranks and
@@ -144,37 +126,69 @@ class DeviceLink(Link):
         channel: Channel,
         paths: Paths,
         tag: int,
-        ranks: Sequence[int],
         rank: int,
         op: str = "",
         express: Express | None = None,
         comm: MPI.Intracomm | None = None,
     ) -> None:
-        self._paths, self._tag, self._op, self._express = paths, tag, op, express
-        if comm is None:
-            self._ranks = [channel.peer(r) for r in ranks]
-            whole = Channel(channel.shadow, None, [], channel.shadow.comm.Get_size(), {})
-            self._comm = Hidden(channel.shadow.comm, whole, paths)
-        else:
-            self._ranks, self._comm = list(ranks), Hidden(comm, channel, paths)
-        self.rank, self.size = rank, len(ranks)
-        self._scratch: list[Buffer] = []
+        self._channel, self._paths, self._tag, self._op, self._given = channel, paths, tag, op, comm
+        self._express = express
+        self.rank, self.size = rank, channel.size
+        self._scratch: list[Any] = []
+        self._beside: list[tuple[Device, Any]] = []  # a borrowed stream, once it is needed
+        self._hidden: Hidden | None = None
 
     def transfer(
         self, sends: Sequence[tuple[DeviceVector, int]], recvs: Sequence[tuple[DeviceVector, int]]
     ) -> Flight:
-        pumps: list[Pump] = []
         requests: list[MPI.Request] = []
-        side = _beside(sends, recvs)
-        flight = _Messages(pumps, requests, side)
-        for name, messages, stream in (("Irecv", recvs, None), ("Isend", sends, side and side.stream)):
-            for rank, buffers in self._by_rank(messages, stream).items():
-                pump = self._pump(name, rank, buffers)
-                if pump is not None:
-                    pumps.append(pump)
-                else:
-                    requests += [self._start(name, buffer, rank) for buffer in buffers]
-        return flight
+        express = False
+        for vector, rank in recvs:
+            if vector.count:
+                express |= self._begin("Irecv", vector, rank, vector.array.stream, requests)
+        if sends:
+            stream = self._sending_stream(sends, recvs)
+            for vector, rank in sends:
+                if vector.count:
+                    express |= self._begin("Isend", vector, rank, stream, requests)
+        return _Messages(self._express if express else None, requests)
+
+    def _begin(self, name: str, vector: DeviceVector, rank: int, stream: Any, requests: list[MPI.Request]) -> bool:
+        """Begin a message; tell whether it goes by express."""
+        if self._express is not None:
+            begin = self._express.send if name == "Isend" else self._express.receive
+            if begin(self._channel.peer(rank), vector.ptr, vector.nbytes, vector.array.device, stream):
+                return True
+        requests.append(self._start(name, vector.buffer._replace(stream=stream), rank))
+        return False
+
+    def _start(self, name: str, buffer: Buffer, rank: int) -> MPI.Request:
+        if self._hidden is None:
+            self._hidden = self._hide()
+        if self._given is None:
+            rank = self._channel.peer(rank)
+        arguments = [_bytes(buffer)], rank, self._tag
+        request: MPI.Request = execute(self._hidden, self._paths, OPERATIONS[name], arguments, None)
+        return request
+
+    def _hide(self) -> Hidden:
+        if self._given is not None:
+            return Hidden(self._given, self._channel, self._paths)
+        shadow = self._channel.shadow
+        return Hidden(shadow.comm, Channel(shadow, None, [], shadow.comm.Get_size(), {}), self._paths)
+
+    def _sending_stream(
+        self, sends: Sequence[tuple[DeviceVector, int]], recvs: Sequence[tuple[DeviceVector, int]]
+    ) -> Any:
+        """Another stream for large vectors that are sent while others are received: the GPU's link carries both."""
+        array = sends[0][0].array
+        if min(sum(vector.nbytes for vector, _ in messages) for messages in (sends, recvs)) < _LONG:
+            return array.stream
+        if not self._beside:
+            self._beside.append((array.device, array.device.borrow_stream()))
+        device, stream = self._beside[0]
+        device.wait_event(stream, device.record(array.stream))
+        return stream
 
     def apart(self, lane: int) -> DeviceLink:
         if not lane:
@@ -184,26 +198,6 @@ class DeviceLink(Link):
         link._landing = None
         return link
 
-    def _by_rank(self, messages: Sequence[tuple[DeviceVector, int]], stream: Any) -> dict[int, list[Buffer]]:
-        """The messages of each of the communicator's ranks, in order, on another stream if one is given."""
-        found: dict[int, list[Buffer]] = {}
-        for vector, rank in messages:
-            if len(vector):
-                buffer = vector.buffer if stream is None else vector.buffer._replace(stream=stream)
-                found.setdefault(self._ranks[rank], []).append(buffer)
-        return found
-
-    def _pump(self, name: str, rank: int, buffers: Sequence[Buffer]) -> Pump | None:
-        if self._express is None:
-            return None
-        peer = self._comm._channel.peer(rank)
-        return (self._express.send if name == "Isend" else self._express.receive)(peer, buffers)
-
-    def _start(self, name: str, buffer: Buffer, rank: int) -> MPI.Request:
-        arguments = [_bytes(buffer)], rank, self._tag
-        request: MPI.Request = execute(self._comm, self._paths, OPERATIONS[name], arguments, None)
-        return request
-
     def reduce(
         self, into: DeviceVector, lower: DeviceVector | None = None, higher: DeviceVector | None = None
     ) -> None:
@@ -211,22 +205,22 @@ class DeviceLink(Link):
             return
         first = into if lower is None else lower
         second = into if higher is None else higher
-        into.buffer.device.reduce(self._op, into.buffer, first.buffer, second.buffer)
+        into.array.device.reduce(self._op, into.buffer, first.buffer, second.buffer)
 
     def copy(self, to: DeviceVector, origin: DeviceVector) -> None:
-        if to.nbytes and to.buffer.ptr != origin.buffer.ptr:
-            to.buffer.device.copy(to.buffer.ptr, origin.buffer.ptr, to.nbytes, to.buffer.stream)
+        if to.count and to.ptr != origin.ptr:
+            to.array.device.copy(to.ptr, origin.ptr, to.nbytes, to.array.stream)
 
     def copies(self, pairs: Sequence[tuple[DeviceVector, DeviceVector]]) -> None:
         """Make many copies, the short ones by one kernel if they are not few."""
-        short = [(to.buffer, origin.buffer) for to, origin in pairs if 0 < to.nbytes < _LONG]
+        short = [(to, origin) for to, origin in pairs if 0 < to.nbytes < _LONG]
         if len(short) < _FEWEST:
             super().copies(pairs)
             return
         for to, origin in pairs:
             if to.nbytes >= _LONG:
                 self.copy(to, origin)
-        device, stream = short[0][0].device, short[0][0].stream
+        device, stream = short[0][0].array.device, short[0][0].array.stream
         lease = pool_of(device).lease(24 * len(short))
         table = lease.array.view(np.uint64).reshape(3, len(short))
         table[:] = np.array([(to.ptr, origin.ptr, to.nbytes) for to, origin in short], np.uint64).T
@@ -236,33 +230,31 @@ class DeviceLink(Link):
             lease.release(device.record(stream))
 
     def scratch(self, count: int, like: DeviceVector) -> DeviceVector:
-        buffer = like.buffer
-        made: list[Buffer] = []
-        with buffer.device.on(buffer.stream):
-            owner = buffer.device.build("cupy", (count * buffer.dtype.itemsize,), np.dtype(np.uint8), "C", made.append)
-        if not made:
+        if not count:
             return like[:0]
-        found = buffer._replace(ptr=made[0].ptr, nbytes=made[0].nbytes, shape=(count,), owner=owner)
+        array = like.array
+        memory = array.device.allocate(count * array.dtype.itemsize, array.stream)
+        found = array._replace(ptr=memory.ptr, nbytes=count * array.dtype.itemsize, shape=(count,), owner=memory)
         self._scratch.append(found)
         return DeviceVector(found)
 
+    def settled(self) -> bool:
+        """Whether this rank has nothing more to do for the messages of others."""
+        return self._express is None or self._express.settled()
+
+    def settle(self) -> None:
+        """Wait until `settled`."""
+        if self._express is not None:
+            self._express.settle()
+
     def close(self) -> None:
-        """Give scratch memory back once the work that is queued on it is done."""
-        for buffer in self._scratch:
-            keep(buffer.device.record(buffer.stream), buffer)
+        """Give scratch memory back once the work that is queued on it is done, and the stream."""
+        for array in self._scratch:
+            keep(array.device.record(array.stream), array)
         self._scratch.clear()
-
-
-def _beside(
-    sends: Sequence[tuple[DeviceVector, int]], recvs: Sequence[tuple[DeviceVector, int]]
-) -> _Side | None:
-    """A stream on which large vectors are sent while others are received: the GPU's link carries both at once."""
-    if min(sum(vector.nbytes for vector, _ in messages) for messages in (sends, recvs)) < _LONG:
-        return None
-    device, stream = sends[0][0].buffer.device, sends[0][0].buffer.stream
-    side = _Side(device, device.borrow_stream())
-    device.wait_event(side.stream, device.record(stream))
-    return side
+        while self._beside:
+            device, stream = self._beside.pop()
+            device.return_stream(stream)
 
 
 def _bytes(buffer: Buffer) -> Buffer:

@@ -277,10 +277,10 @@ class _Collective:
                 made.hear(heard.tolist())
                 queue.express = made
             express = queue.express
-        ranks = range(call.ranks)
-        link = DeviceLink(queue.channel, self._paths, 0, ranks, call.rank, call.op, express, queue.comm)
+        link = DeviceLink(queue.channel, self._paths, 0, call.rank, call.op, express, queue.comm)
         try:
             yield from self._way.work(job(queue.comm, queue.channel, call, nbytes, link))
+            yield _Until(link.settled)
             yield _Until(device.record(self._side).query)
         except BufferSpecError:  # raised on all ranks before anything was sent
             raise

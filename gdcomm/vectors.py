@@ -6,6 +6,7 @@ here: such a call is left to MPI's way, where the checks are.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -39,11 +40,12 @@ _NOBODY = -1  # a root that is no rank
 _ODD = (TypeError, ValueError, KeyError, BufferError, OverflowError, MPI.Exception)
 
 
-def _shared(operation: Operation, side: str, in_place: bool) -> bool:
+@functools.cache
+def _shared(operation: str, side: str, in_place: bool) -> bool:
     """Whether the buffer holds a block for each rank, and counts are those of a block."""
-    if operation.name == "Reduce_scatter_block" and in_place:
+    if operation == "Reduce_scatter_block" and in_place:
         return True
-    return side in _SHARED.get(operation.name.removesuffix("v"), ())
+    return side in _SHARED.get(operation.removesuffix("v"), ())
 
 
 # -- bytes ---------------------------------------------------------------------------------------
@@ -69,7 +71,7 @@ def known(operation: Operation, arguments: Sequence[Any], ranks: int) -> int:
         return max(
             _nbytes(arguments[getattr(operation, side)], ranks if shared else 1, shared)
             for side in ("send", "recv")
-            for shared in [_shared(operation, side, False)]
+            for shared in [_shared(operation.name, side, False)]
         )
     except _ODD:
         return 0
@@ -175,7 +177,8 @@ class Blocks(NamedTuple):
 
     def of(self, rank: int) -> DeviceVector:
         """A rank's block."""
-        return parts.blocks(self.vector, self.counts, self.displs)[rank]
+        start = sum(self.counts[:rank]) if self.displs is None else self.displs[rank]
+        return self.vector[start : start + self.counts[rank]]
 
     @property
     def nbytes(self) -> int:
@@ -227,19 +230,19 @@ class Call:
         absent = root_side if self.rank != self.root else ""
         replaceable = "" if absent else "recv" if root_side == "send" else "send"
         in_place = bool(replaceable) and is_in_place(self._argument(replaceable))
-        found: dict[str, Blocks] = {}
-        for side in ("send", "recv"):
-            if side == absent or (in_place and side == replaceable):
-                continue
-            blocks = self._find(side, side == "recv", in_place)
-            if blocks is None:
-                return None
-            found[side] = blocks
-        send, recv = found.get("send"), found.get("recv")
+        missing = replaceable if in_place else absent
+        send = None if missing == "send" else self._find("send", False, in_place)
+        if send is None and missing != "send":
+            return None
+        recv = None if missing == "recv" else self._find("recv", True, in_place)
+        if recv is None and missing != "recv":
+            return None
         if send is not None and recv is not None:
-            if send.vector.dtype != recv.vector.dtype or self._mixed(send.vector.buffer, recv.vector.buffer):
+            mine, other = send.vector, recv.vector
+            if mine.dtype != other.dtype or self._mixed(mine, other):
                 return None
-            send = send._replace(vector=self._ordered(send.vector, recv.vector))
+            if mine.array.stream != other.array.stream:
+                send = send._replace(vector=self._ordered(mine, other))
         return send, recv
 
     def receive_counts(self) -> list[int] | None:
@@ -252,9 +255,8 @@ class Call:
 
     def reducible(self, vector: DeviceVector) -> bool:
         """Whether the GPU has a kernel for the operator and these elements."""
-        buffer = vector.buffer
-        aligned = not buffer.ptr % buffer.dtype.alignment
-        return aligned and bool(self.op) and buffer.device.reduces(self.op, buffer.dtype)
+        aligned = not vector.ptr % vector.dtype.alignment
+        return aligned and bool(self.op) and vector.array.device.reduces(self.op, vector.dtype)
 
     def finish(self) -> None:
         """Let later work on the sent array's stream wait for the collective."""
@@ -269,22 +271,23 @@ class Call:
         """The device array of an argument; None if it is none, has gaps, or is not to be cut as the argument says."""
         array, rest = split_spec(self._argument(side))
         buffer = None if array is None or isinstance(array, np.ndarray) else devices.find(array, self._stream)
-        if buffer is None or not buffer.contiguous or not buffer.dtype.itemsize:
-            return None
-        if self.root == _NOBODY:
+        if buffer is None or buffer.strides is not None or not buffer.dtype.itemsize or self.root == _NOBODY:
             return None
         if writes:
             buffer.require_writable(self.name, "buf" if side == "both" else "recvbuf")
         self.dtype, self.device = buffer.dtype, buffer.device
-        vector = DeviceVector(buffer._replace(shape=(buffer.nbytes // buffer.dtype.itemsize,)))
-        shared = _shared(self.operation, side, in_place)
+        vector = DeviceVector(buffer)
+        shared = _shared(self.operation.name, side, in_place)
+        number = self.ranks if shared else 1
+        if not rest and vector.count % number == 0:
+            return Blocks(vector, [vector.count // number] * number)
         varying = shared and self.operation.name.endswith("v")
         try:
-            return _cut(vector, rest, self.ranks if shared else 1, varying, writes)
+            return _cut(vector, rest, number, varying, writes)
         except _ODD:
             return None
 
-    def _mixed(self, send: Buffer, recv: Buffer) -> bool:
+    def _mixed(self, send: DeviceVector, recv: DeviceVector) -> bool:
         """Whether the arrays share memory in a way that matters. Reductions are in place where they begin alike."""
         if self.operation.group == "reduce" and send.ptr == recv.ptr:
             return False
@@ -292,12 +295,9 @@ class Call:
 
     def _ordered(self, send: DeviceVector, recv: DeviceVector) -> DeviceVector:
         """The sent vector on the stream of the received one."""
-        mine, other = send.buffer, recv.buffer
-        if mine.stream == other.stream:
-            return send
-        self._pair = mine, other
+        mine, other = self._pair = send.array, recv.array
         other.device.wait_event(other.stream, mine.device.record(mine.stream))
-        return DeviceVector(mine._replace(stream=other.stream))
+        return DeviceVector(mine._replace(stream=other.stream), send.ptr, send.count)
 
 
 def _rank(given: Any, ranks: int) -> int:

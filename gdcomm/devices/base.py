@@ -136,6 +136,10 @@ class Device(HostMemory, Copies, Kernels, Reductions, ABC):
         """Allocate page-locked host memory as a uint8 array (uninitialised; blocks)."""
 
     @abstractmethod
+    def allocate(self, nbytes: int, stream: Any) -> Any:
+        """Return device memory (`ptr` is its address) for work on the stream; it lives as long as the object."""
+
+    @abstractmethod
     def build(
         self, library: str, shape: tuple[int, ...], dtype: np.dtype, order: str, fill: Callable[[Buffer], None]
     ) -> Any:

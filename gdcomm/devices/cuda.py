@@ -207,6 +207,12 @@ class CudaDevice(CudaHostMemory, CudaCopies, CudaKernels, CudaReductions, Device
 
     # -- new arrays --------------------------------------------------------------------------
 
+    def allocate(self, nbytes: int, stream: Any) -> Any:
+        if stream == _current_stream().ptr:
+            return cupy.cuda.alloc(nbytes)
+        with self.on(stream):
+            return cupy.cuda.alloc(nbytes)
+
     def build(
         self, library: str, shape: tuple[int, ...], dtype: np.dtype, order: str, fill: Callable[[Buffer], None]
     ) -> Any:

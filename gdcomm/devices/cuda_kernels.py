@@ -145,10 +145,10 @@ class CudaKernels(Kernels):
     # -- lent memory -------------------------------------------------------------------------
 
     def lend(self, library: str, shape: tuple[int, ...], dtype: np.dtype[Any], stream: Any) -> Loan:
+        device: Any = self
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         token = _Token()
-        with self.on(stream):
-            memory = cupy.cuda.alloc(max(nbytes, 1))
+        memory = device.allocate(max(nbytes, 1), stream)
         lent = cupy.cuda.UnownedMemory(memory.ptr, max(nbytes, 1), token, cupy.cuda.get_device_id())
         pointer = cupy.cuda.MemoryPointer(lent, 0)
         if library == "torch":

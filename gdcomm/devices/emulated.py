@@ -225,10 +225,10 @@ class _Allocation:
 
     def __init__(self, device: EmulatedDevice, nbytes: int) -> None:
         self.memory = device._garbage(max(nbytes, 1))
-        start = self.memory.ctypes.data
+        self.ptr = self.memory.ctypes.data
         with device._lock:
-            device._memory.add(start, self.memory.nbytes, self.memory)
-        weakref.finalize(self, device._memory.drop, start, self.memory).atexit = False
+            device._memory.add(self.ptr, self.memory.nbytes, self.memory)
+        weakref.finalize(self, device._memory.drop, self.ptr, self.memory).atexit = False
 
 
 class EmulatedDevice(EmulatedHostMemory, EmulatedCopies, EmulatedKernels, EmulatedReductions, Device):
@@ -384,6 +384,9 @@ class EmulatedDevice(EmulatedHostMemory, EmulatedCopies, EmulatedKernels, Emulat
             self._pinned.add(block.ctypes.data, block.nbytes)
         weakref.finalize(block.base, self._pinned.drop, block.ctypes.data).atexit = False
         return block[:nbytes]
+
+    def allocate(self, nbytes: int, stream: Any) -> _Allocation:
+        return _Allocation(self, nbytes)
 
     def build(
         self,

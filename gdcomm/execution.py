@@ -23,10 +23,10 @@ from gdcomm.envelopes import SLICE, SMALLEST, Channel, Incoming, Outgoing
 from gdcomm.errors import BufferSpecError
 from gdcomm.lanes import Target
 from gdcomm.memory.pinned import pool_of
-from gdcomm.operations import BLOCKING, PERSISTENT, Operation
+from gdcomm.operations import BLOCKING, PERSISTENT, REQUEST, Operation
 from gdcomm.reductions import check_reduction, substitute, wire_dtype
 from gdcomm.requests import Pending, Prequest, Request, start_request
-from gdcomm.short import short
+from gdcomm.short import short, short_request
 from gdcomm.targets import Arrival, device_target, host_target
 from gdcomm.transports.base import Side, derived, is_in_place, prefix, reach, split_spec
 from gdcomm.transports.host import host_side
@@ -141,12 +141,15 @@ def execute(comm: Any, paths: Paths, operation: Operation, arguments: tuple[Any,
     Returns:
         What mpi4py's method returns: None, a Request or a Prequest.
     """
-    if operation.simple:
-        try:
-            if short(comm, paths, operation, arguments, stream):
-                return None
-        except MPI.Exception as error:
-            raise explain(error, comm, operation.name, arguments) from None
+    try:
+        if operation.simple and short(comm, paths, operation, arguments, stream):
+            return None
+        if operation.form == REQUEST:
+            request = short_request(comm, paths, operation, arguments, stream)
+            if request is not None:
+                return request
+    except MPI.Exception as error:
+        raise explain(error, comm, operation.name, arguments) from None
     plan = Plan(operation, arguments)
     try:
         _fill(plan, comm, paths, stream)

@@ -33,6 +33,9 @@ _MPIRequest = MPI.Request  # kept: a program may bind the name in mpi4py.MPI to 
 # Seconds. MPI completes a send whose request was freed, however late its receiver comes, and MPI_Finalize waits for
 # other processes anyway; so this is long. It must end: the receiver may have died, or never come.
 QUIET_AT_END_S = 60.0
+# Seconds that the progress thread leaves to the program before it looks, and how often before it sleeps.
+_NAP_S, _NAPS = 5e-4, 10
+_HANDLE = MPI._sizeof(MPI.Request)
 
 
 class Work(Protocol):
@@ -127,6 +130,7 @@ class Pending:
         self._work, self._events = None, []  # they hold the user's arrays
         self.grequest.Complete()
         self.done = True  # last: whoever sees it may complete the handle
+        progress.forget(self)
 
     def _query(self, status: MPI.Status) -> None:
         status.source, status.tag = self._status.source, self._status.tag
@@ -146,7 +150,7 @@ class _Progress:
     """The thread that completes requests while nobody waits for them."""
 
     def __init__(self) -> None:
-        self._pending: list[Pending] = []
+        self._pending: dict[Pending, None] = {}  # in the order in which they were started
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._begun = self._stop = False
@@ -166,54 +170,65 @@ class _Progress:
         """See to it that a request that was started comes to its end."""
         moved()
         with self._wake:
-            self._pending.append(pending)
+            self._pending[pending] = None
             if not self._begun:
                 self._begun = True
                 self._begin()
             self._wake.notify()
 
+    def forget(self, pending: Pending) -> None:
+        """It has come to its end."""
+        self._pending.pop(pending, None)
+
     def _begin(self) -> None:
         atexit.register(self.stop)
         # MPI_Finalize deletes the attributes of COMM_SELF first of all, while MPI still works.
         MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: self.stop()), True)
-        in_child(self._forget)
+        in_child(self._forget_all)
         if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             self._thread = threading.Thread(target=self._run, name="gdcomm-progress", daemon=True)
             self._thread.start()
 
-    def _forget(self) -> None:
+    def _forget_all(self) -> None:
         """In a forked child: the requests are the parent's."""
         self._wake = threading.Condition()  # the other may be held by a thread that does not exist here
-        self._pending, self._thread, self._stop = [], None, True
+        self._pending, self._thread, self._stop = {}, None, True
 
     def poll(self) -> None:
         """Advance everything pending once; used by whoever waits. What is polled may ask for this again: in vain."""
         if getattr(self._local, "polling", False):
             return
-        with self._wake:
-            pending = list(self._pending)
         self._local.polling = True
         try:
-            done = [item for item in pending if item.poll()]
+            for pending in list(self._pending):
+                pending.poll()
         finally:
             self._local.polling = False
-        if done:
-            with self._wake:
-                self._pending = [item for item in self._pending if item not in done]
 
     def _run(self) -> None:
+        """Look after what is pending.
+
+        Most requests are waited for by the program soon after they were started. So the thread, which would only be in
+        its way, first lets some time pass, and does not sleep in earnest before nothing was pending for a while.
+        """
         patience = Patience(looks=0, longest=1e-3)  # the program has work of its own for this core
+        naps = _NAPS
         while True:
-            with self._wake:
-                while not self._pending and not self._stop:
-                    self._wake.wait()
-                if self._stop:
-                    return
-            if self._drivers:
-                time.sleep(1e-3)
-                continue
-            self.poll()
-            patience.pause()
+            if naps == _NAPS:
+                with self._wake:
+                    while not self._pending and not self._stop:
+                        self._wake.wait()
+                naps = 0
+                time.sleep(_NAP_S)
+            if self._stop:
+                return
+            if self._pending and not self._drivers:
+                naps = 0
+                self.poll()
+                patience.pause()
+            else:
+                naps = 0 if self._pending else naps + 1
+                time.sleep(_NAP_S)
 
     def stop(self) -> None:
         """The program ends: complete the sends that it left alone, and let go of the rest."""
@@ -231,7 +246,7 @@ class _Progress:
     def _complete_sends(self) -> None:
         patience = Patience()
         quiet_since = time.monotonic()
-        while sends := sum(pending.sends for pending in self._pending):
+        while sends := sum(pending.sends for pending in list(self._pending)):
             if patience.news:
                 quiet_since = time.monotonic()
             elif time.monotonic() - quiet_since > QUIET_AT_END_S:
@@ -246,7 +261,7 @@ progress = _Progress()
 
 def _copy_handle(target: MPI.Request, source: MPI.Request) -> None:
     # mpi4py has no public way to set a handle from Python; its documented low-level one is this.
-    ctypes.memmove(MPI._addressof(target), MPI._addressof(source), MPI._sizeof(MPI.Request))
+    ctypes.memmove(MPI._addressof(target), MPI._addressof(source), _HANDLE)
 
 
 class _Driven:
@@ -256,7 +271,7 @@ class _Driven:
 
     def _drive(self) -> None:
         pending = self._pending
-        if pending is None:
+        if pending is None or pending.poll():
             return
         patience = Patience()
         with progress.driven():

@@ -1,4 +1,6 @@
-"""The short way: blocking calls on whole, contiguous device arrays, which is most calls of most programs.
+"""The short way: calls on whole, contiguous device arrays, which is most calls of most programs.
+
+Blocking ones, and nonblocking messages that are small.
 
 The steps of `execution` without its generality, since at 8 bytes every microsecond of Python shows.
 Whatever is unusual is left to `execution` before MPI is called.
@@ -6,25 +8,28 @@ Whatever is unusual is left to `execution` before MPI is called.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
 from gdcomm import devices
-from gdcomm.devices.base import Buffer
+from gdcomm.devices.base import Buffer, Event
 from gdcomm.envelopes import ENVELOPE
 from gdcomm.large import LIMIT
 from gdcomm.memory.pinned import Lease, Slot, Slots, pool_of
 from gdcomm.operations import Operation
 from gdcomm.reductions import substitute
+from gdcomm.requests import Pending, Request, start_request
 from gdcomm.targets import Arrival, DirectTarget
 from gdcomm.transports.host import datatype_of
 
 if TYPE_CHECKING:
     from gdcomm.paths import Paths
 
-__all__ = ["short"]
+__all__ = ["short", "short_request"]
 
+_REQUESTS = frozenset(("Isend", "Issend", "Irsend", "Irecv"))
 _MESSAGES = ("p2p", "copy")  # groups of operations that may come, or go, in an envelope
 _InPlace = type(MPI.IN_PLACE)
 _fromaddress = MPI.buffer.fromaddress
@@ -121,3 +126,75 @@ def _staged(
         if nbytes:
             buffer.device.copy(buffer.ptr, block.address, nbytes, buffer.stream)
         block.release(buffer.device.record(buffer.stream) if nbytes else None)
+
+
+class _Mirror:
+    """A small device array that is sent from page-locked memory, or received in it: a request's `Work`.
+
+    Args:
+        buffer: the array.
+        sends: whether it is sent.
+    """
+
+    __slots__ = ("_buffer", "_event", "_lease", "sends", "spec")
+
+    def __init__(self, buffer: Buffer, datatype: MPI.Datatype, sends: bool) -> None:
+        self._buffer, self.sends = buffer, sends
+        self._lease = pool_of(buffer.device).lease(buffer.nbytes)
+        self._event: Event | None = None  # behind the last copy
+        self.spec = [_fromaddress(self._lease.address, buffer.nbytes), datatype]
+
+    def begin(self) -> None:
+        """Copy what is sent, and wait for it."""
+        buffer = self._buffer
+        if self.sends and buffer.nbytes:
+            device, stream = buffer.device, buffer.stream
+            device.copy(self._lease.address, buffer.ptr, buffer.nbytes, stream)
+            try:
+                device.synchronize(stream)
+            except BaseException:
+                self._event = device.record(stream)
+                raise
+
+    def end(self, nbytes: int | None) -> list[Event]:
+        if self.sends or not nbytes:
+            return []
+        buffer = self._buffer
+        buffer.device.copy(buffer.ptr, self._lease.address, nbytes, buffer.stream)
+        self._event = buffer.device.record(buffer.stream)
+        return [self._event]
+
+    def total(self, nbytes: int) -> int:
+        return nbytes
+
+    def close(self) -> None:
+        self._lease.release(self._event)
+
+    def here(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.sends else self._buffer.device.here()
+
+
+def short_request(
+    comm: Any, paths: Paths, operation: Operation, arguments: tuple[Any, ...], stream: Any
+) -> Request | None:
+    """Start the operation if it is a nonblocking message of a small array; None if it is not.
+
+    Args:
+        comm, paths, operation, arguments, stream: as in `short`.
+    """
+    array = arguments[0]
+    if operation.name not in _REQUESTS or isinstance(array, (list, tuple)):
+        return None
+    buffer = devices.find(array, stream)
+    if buffer is None or buffer.strides is not None or buffer.nbytes > Slots.SIZE:
+        return None
+    sends, datatype = operation.send >= 0, datatype_of(buffer.dtype)
+    if datatype is None or (buffer.readonly and not sends) or paths.transport(operation) == "mpi":
+        return None
+    work = _Mirror(buffer, datatype, sends)
+    try:
+        work.begin()
+        return start_request(Pending(operation.call(comm, work.spec, *arguments[1:]), work))
+    except BaseException:
+        work.close()
+        raise

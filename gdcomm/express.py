@@ -117,6 +117,11 @@ class Express:
         peer.accept(left.add(address, nbytes))
         return True
 
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to be done for any message."""
+        return not (self._sending or self._coming or self._copying or self._fetching)
+
     def advance(self) -> bool:
         """Go on as far as that needs no waiting; True when everything is sent and received."""
         for box, left in tuple(self._sending.items()):

@@ -83,24 +83,25 @@ class _Messages(Flight):
     """Messages of one step.
 
     Args:
-        express: has those that go by it; None: there are none.
-        requests: of the others.
+        express: of the collective, if it has one. Others may wait for slots, so it goes on whatever is waited for.
+        waits: whether messages of this step go by it.
+        requests: of the other messages.
     """
 
-    def __init__(self, express: Express | None, requests: list[MPI.Request]) -> None:
-        self._express, self._requests = express, requests
+    def __init__(self, express: Express | None, waits: bool, requests: list[MPI.Request]) -> None:
+        self._express, self._waits, self._requests = express, waits, requests
 
     def test(self) -> bool:
-        if self._express is not None and not self._express.advance():
+        if self._express is not None and not self._express.advance() and self._waits:
             return False
         if self._requests and Request.Testall(self._requests):
             self._requests = []
         return not self._requests
 
     def wait(self) -> None:
-        if self._express is None:
+        if self._express is None or self._express.idle:
             Request.Waitall(self._requests)
-        else:  # also while only requests are left: slots of earlier messages are to come back
+        else:
             super().wait()
 
     def watched(self) -> AbstractContextManager[None]:
@@ -132,7 +133,7 @@ class DeviceLink(Link):
         comm: MPI.Intracomm | None = None,
     ) -> None:
         self._channel, self._paths, self._tag, self._op, self._given = channel, paths, tag, op, comm
-        self._express = express
+        self._express, self._lane = express, 0
         self.rank, self.size = rank, channel.size
         self._scratch: list[Any] = []
         self._beside: list[tuple[Device, Any]] = []  # a borrowed stream, once it is needed
@@ -151,11 +152,11 @@ class DeviceLink(Link):
             for vector, rank in sends:
                 if vector.count:
                     express |= self._begin("Isend", vector, rank, stream, requests)
-        return _Messages(self._express if express else None, requests)
+        return _Messages(self._express, express, requests)
 
     def _begin(self, name: str, vector: DeviceVector, rank: int, stream: Any, requests: list[MPI.Request]) -> bool:
         """Begin a message; tell whether it goes by express."""
-        if self._express is not None:
+        if self._express is not None and not self._lane:  # a box is for messages one after another
             begin = self._express.send if name == "Isend" else self._express.receive
             if begin(self._channel.peer(rank), vector.ptr, vector.nbytes, vector.array.device, stream):
                 return True
@@ -194,7 +195,7 @@ class DeviceLink(Link):
         if not lane:
             return self
         link = copy.copy(self)
-        link._tag, link._express = self._tag + lane, None  # a box is for messages one after another
+        link._tag, link._lane = self._tag + lane, lane
         link._landing = None
         return link
 

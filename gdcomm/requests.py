@@ -208,27 +208,26 @@ class _Progress:
     def _run(self) -> None:
         """Look after what is pending.
 
-        Most requests are waited for by the program soon after they were started. So the thread, which would only be in
-        its way, first lets some time pass, and does not sleep in earnest before nothing was pending for a while.
+        Most requests are waited for by the program soon after they were started, and the thread would only be in its
+        way. So it first lets some time pass, and looks when the oldest request is still the same; nor does it sleep in
+        earnest, to be woken by the next request, before there was none for a while.
         """
         patience = Patience(looks=0, longest=1e-3)  # the program has work of its own for this core
-        naps = _NAPS
-        while True:
+        naps, seen = _NAPS, None
+        while not self._stop:
             if naps == _NAPS:
                 with self._wake:
                     while not self._pending and not self._stop:
                         self._wake.wait()
                 naps = 0
-                time.sleep(_NAP_S)
-            if self._stop:
-                return
-            if self._pending and not self._drivers:
-                naps = 0
+            oldest = next(iter(tuple(self._pending)), None)
+            if oldest is not None and oldest is seen and not self._drivers:
                 self.poll()
                 patience.pause()
             else:
-                naps = 0 if self._pending else naps + 1
+                naps = 0 if oldest is not None else naps + 1
                 time.sleep(_NAP_S)
+            seen = oldest
 
     def stop(self) -> None:
         """The program ends: complete the sends that it left alone, and let go of the rest."""

@@ -180,6 +180,11 @@ class Box:
             self._consumed = count
         return count
 
+    def reclaim(self) -> bool:
+        """Take slots back that the receiver is done with; tell whether the box holds others."""
+        self.consumed()
+        return bool(self._held)
+
     def close(self, through: bool) -> None:
         """Give the box back.
 

@@ -79,6 +79,7 @@ class Express:
         self._peers: dict[int, Peer | None] = {}
         self._sending: dict[Box, _Left] = {}
         self._coming: dict[Peer, _Left] = {}
+        self._holding: list[Box] = []  # that hold slots
         self._copying: deque[tuple[Event, Box]] = deque()  # chunks on their way to slots
         self._fetching: deque[tuple[Event, Peer]] = deque()  # chunks on their way out of slots
 
@@ -120,10 +121,11 @@ class Express:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to be done for any message."""
-        return not (self._sending or self._coming or self._copying or self._fetching)
+        return not (self._sending or self._coming or self._copying or self._fetching or self._holding)
 
     def advance(self) -> bool:
         """Go on as far as that needs no waiting; True when everything is sent and received."""
+        self._reclaim()
         for box, left in tuple(self._sending.items()):
             self._fill(box, left)
             if not left.chunks:
@@ -137,9 +139,10 @@ class Express:
 
     def _fill(self, box: Box, left: _Left) -> None:
         """Copy as many chunks to slots as there are slots."""
-        box.consumed()
         device, stream, addresses = left.device, left.stream, box.arena.addresses
         while left.chunks and (slot := box.take()) is not None:
+            if box not in self._holding:
+                self._holding.append(box)
             address, nbytes = left.chunks.popleft()
             device.copy(addresses[slot], address, nbytes, stream)
             self._copying.append((device.record(stream), box))
@@ -163,12 +166,16 @@ class Express:
             fetching.popleft()[1].consume()
             moved()
 
+    def _reclaim(self) -> None:
+        """Take slots back. Those of earlier messages, too: all boxes share the slots."""
+        if self._holding:
+            self._holding = [box for box in self._holding if box.reclaim()]
+
     def settled(self) -> bool:
         """Whether all slots are free again that this rank sent or received through; it goes on until they are."""
+        self._reclaim()
         self._tell()
-        return not self._fetching and all(
-            box is None or box.consumed() == box.produced for box in self._boxes.values()
-        )
+        return not (self._fetching or self._holding)
 
     def settle(self) -> None:
         """Wait until `settled`: the collective ends here, and nobody looks any more."""

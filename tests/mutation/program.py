@@ -579,6 +579,23 @@ def error_between(comm, peer):
             check(f"after an error {size}", y, ramp(size, 90.0 + peer), t)
 
 
+def error_in_a_short_request(comm, peer):
+    """The same for small nonblocking sends, which lease a block."""
+    s, t = stream(), stream()
+    x = DEVICE.empty(100)
+    DEVICE.launch(s, lambda a: a.fill(5.0), x)
+    with broken_device():
+        comm.Isend(x, peer, stream=s)
+    received = [DEVICE.empty(100) for _ in range(8)]
+    for i, y in enumerate(received):  # all blocks are in use at once, so that one of them would be the other's
+        requests = [comm.Irecv(y, peer, stream=t), comm.Isend(ramp(100, 90.0 + i), peer)]
+        s.synchronize()  # the late copy runs
+        for request in requests:
+            request.Wait()
+    for i, y in enumerate(received):
+        check(f"short requests after an error, {i}", y, ramp(100, 90.0 + i), t)
+
+
 def error_in_a_slot(comm, peer):
     """The same for the ring of small slots: its next rounds get that slot only when the late copy is over."""
 
@@ -618,7 +635,8 @@ def main():
     for case in (
         blocking_both_ways, sendrecv, two_streams, collectives, nonblocking_collectives, blocks, layouts, mixed_ends,
         many_in_a_row, large_in_a_row, broadcasts_in_a_row, nonblocking, completion, persistent, in_objects,
-        other_ends_of_envelopes, exchanges_after_a_probe, error_between, error_in_a_slot, error_before_an_envelope,
+        other_ends_of_envelopes, exchanges_after_a_probe, error_between, error_in_a_slot,
+        error_in_a_short_request, error_before_an_envelope,
     ):  # fmt: skip
         case(comm, peer)
     hits = nothing_is_left()

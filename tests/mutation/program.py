@@ -587,8 +587,9 @@ def error_in_a_short_request(comm, peer):
     with broken_device():
         comm.Isend(x, peer, stream=s)
     received = [DEVICE.empty(100) for _ in range(8)]
-    for i, y in enumerate(received):  # all blocks are in use at once, so that one of them would be the other's
+    for i, y in enumerate(received):
         requests = [comm.Irecv(y, peer, stream=t), comm.Isend(ramp(100, 90.0 + i), peer)]
+        comm.Barrier()  # the messages are there
         s.synchronize()  # the late copy runs
         for request in requests:
             request.Wait()

@@ -33,7 +33,7 @@ _MPIRequest = MPI.Request  # kept: a program may bind the name in mpi4py.MPI to 
 # Seconds. MPI completes a send whose request was freed, however late its receiver comes, and MPI_Finalize waits for
 # other processes anyway; so this is long. It must end: the receiver may have died, or never come.
 QUIET_AT_END_S = 60.0
-# Seconds that the progress thread leaves to the program before it looks, and how often before it sleeps.
+# Seconds that the progress thread leaves a request to the program, and how often it lets them pass before it sleeps.
 _NAP_S, _NAPS = 5e-4, 10
 _HANDLE = MPI._sizeof(MPI.Request)
 
@@ -82,6 +82,7 @@ class Pending:
         self._nbytes = 0
         self.error: BaseException | None = None
         self.done = False
+        self.since = time.monotonic()
         self.grequest = MPI.Grequest.Start(self._query, None, self._cancel)
 
     @property
@@ -209,11 +210,11 @@ class _Progress:
         """Look after what is pending.
 
         Most requests are waited for by the program soon after they were started, and the thread would only be in its
-        way. So it first lets some time pass, and looks when the oldest request is still the same; nor does it sleep in
-        earnest, to be woken by the next request, before there was none for a while.
+        way. So it looks when the oldest one is of some age; nor does it sleep in earnest, to be woken by the next
+        request, before there was none for a while.
         """
         patience = Patience(looks=0, longest=1e-3)  # the program has work of its own for this core
-        naps, seen = _NAPS, None
+        naps = _NAPS
         while not self._stop:
             if naps == _NAPS:
                 with self._wake:
@@ -221,13 +222,13 @@ class _Progress:
                         self._wake.wait()
                 naps = 0
             oldest = next(iter(tuple(self._pending)), None)
-            if oldest is not None and oldest is seen and not self._drivers:
+            if oldest is not None and not self._drivers and time.monotonic() - oldest.since > _NAP_S:
+                naps = 0
                 self.poll()
                 patience.pause()
             else:
                 naps = 0 if oldest is not None else naps + 1
                 time.sleep(_NAP_S)
-            seen = oldest
 
     def stop(self) -> None:
         """The program ends: complete the sends that it left alone, and let go of the rest."""

@@ -62,5 +62,5 @@ def test_a_long_wait_sleeps_only_while_nothing_moves(pauses, moves):
     request = requests.Request()
     request._pending = Pending(1000, moves)
     request._drive()
-    assert (pauses == ["core"] * 999) == moves
-    assert any(pause != "core" for pause in pauses) != moves
+    assert len(pauses) == 998  # two looks come before the first
+    assert (set(pauses) == {"core"}) == moves

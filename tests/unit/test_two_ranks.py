@@ -125,27 +125,29 @@ if rank == 0:
     assert done.returncode == 0  # Open MPI may say something of UCX when a window is made
     shared, syncs = done.stdout.split()
     assert shared == str(slots)
-    # Nine chunks each way: each is produced, found, consumed and given back.
-    assert int(syncs) >= 4 * 9 if barrier else int(syncs) == 0
+    # Nine chunks each way: each is produced, found and consumed, and up to four are found to be given back at a time.
+    assert int(syncs) >= 3 * 9 + 3 if barrier else int(syncs) == 0
 
 
 def test_messages_go_on_after_collectives_were_broken_off():
     """Each breaks off with slots in use: those are lost, and nobody waits for them."""
     program = """
-from gdcomm import links
-patience = links.Patience
-class Impatience(patience):
-    def pause(self):
+import threading
+from gdcomm import patience
+pause = patience.Patience.pause
+def interrupted(self):
+    if threading.current_thread() is threading.main_thread():
         raise KeyboardInterrupt
+    pause(self)
 for _ in range(3):
     broken = comm.Dup()
-    links.Patience = Impatience
+    patience.Patience.pause = interrupted
     try:
         broken.Allreduce(x, y)
         print("not broken off")
     except KeyboardInterrupt:
         pass
-    links.Patience = patience
+    patience.Patience.pause = pause
     world.Barrier()
 other = comm.Dup()
 for _ in range(2):
